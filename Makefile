@@ -1,0 +1,162 @@
+# Two commands are enough on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+OTHER_PYTHONS ?= 3.12 3.13
+UV ?= uv
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+GEN_PYTHON := .venv-gen/bin/python
+
+CHECKED := gym_ckpt_grpc tests tools $(wildcard benchmarks)
+# What runs under the other Pythons too: everything that starts no server processes.
+UNIT := tests --ignore=tests/e2e --ignore=tests/interop -m "not e2e and not soak"
+RELEASED := protos/released.binpb
+
+.PHONY: help setup demo test test-python check style types rooms sizes behaviour gen gen-check lint breaking \
+	bench soak lock clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+# ---- environments: stamps say what is done; `make clean` starts anew ------------------------------------------
+
+# $(call new-venv,DIRECTORY,PYTHON)
+define new-venv
+	@$(2) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed, and $(2) is $$($(2) --version 2>&1)." >&2; \
+		echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	rm -rf $(1)
+	$(2) -m venv $(1)
+	@touch $(1)/.made
+endef
+
+# $(call install,DIRECTORY,LOCK)
+define install
+	$(1)/bin/python -m pip install --quiet --require-hashes --requirement $(2)
+	@touch $(1)/.installed
+endef
+
+# $(call install-package,DIRECTORY): the checkout itself, editable
+define install-package
+	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $(1)/.ready
+endef
+
+setup: $(VENV)/.ready ## Make the environment that everything else uses
+
+$(VENV)/.made:
+	$(call new-venv,$(VENV),$(PYTHON))
+$(VENV)/.installed: $(VENV)/.made requirements/dev.txt
+	$(call install,$(VENV),requirements/dev.txt)
+$(VENV)/.ready: $(VENV)/.installed pyproject.toml
+	$(call install-package,$(VENV))
+
+.venv-gen/.made:
+	$(call new-venv,.venv-gen,$(PYTHON))
+.venv-gen/.installed: .venv-gen/.made requirements/gen.txt
+	$(call install,.venv-gen,requirements/gen.txt)
+
+# The lower end of the runtime ranges; tests/unit/test_stubs.py loads the generated code in it.
+.venv-oldest/.made:
+	$(call new-venv,.venv-oldest,$(PYTHON))
+.venv-oldest/.installed: .venv-oldest/.made requirements/oldest.txt
+	$(call install,.venv-oldest,requirements/oldest.txt)
+
+# The other Pythons, such as .venv-3.12.
+.venv-3.%/.made:
+	$(call new-venv,$(@D),$(shell tools/find-python 3.$*))
+.venv-3.%/.installed: .venv-3.%/.made requirements/dev.txt
+	$(call install,$(@D),requirements/dev.txt)
+.venv-3.%/.ready: .venv-3.%/.installed pyproject.toml
+	$(call install-package,$(@D))
+
+.PRECIOUS: .venv-3.%/.made .venv-3.%/.installed
+
+# ---- run -----------------------------------------------------------------------------------------------------
+
+demo: setup ## Checkpoint, kill, restore and finish a small Gym of real servers
+	$(BIN)/gym-ckpt demo
+
+# ---- test ----------------------------------------------------------------------------------------------------
+
+test: setup .venv-oldest/.installed ## Run the tests (ARGS="..." goes to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-python: setup .venv-oldest/.installed ## Run the unit tests under the other Pythons found here
+	@for version in $(OTHER_PYTHONS); do \
+		if [ -z "$$(tools/find-python $$version)" ]; then echo "Python $$version: not found, left out"; continue; fi; \
+		echo "Python $$version:"; \
+		$(MAKE) --no-print-directory .venv-$$version/.ready; \
+		.venv-$$version/bin/python -m pytest -q $(UNIT); \
+	done
+
+# Exit status 5 of pytest: nothing is marked `soak`.
+soak: setup .venv-oldest/.installed ## Run the long tests (marked soak)
+	@status=0; $(BIN)/python -m pytest -m soak $(ARGS) || status=$$?; \
+	if [ $$status -eq 5 ]; then echo "no test is marked soak yet"; else exit $$status; fi
+
+bench: setup ## Run the benchmarks
+	@if [ -n "$(wildcard benchmarks/*.py)" ]; then $(BIN)/python -m benchmarks $(ARGS); \
+	else echo "there are no benchmarks yet: they come with the storage milestone"; fi
+
+# ---- check ---------------------------------------------------------------------------------------------------
+
+check: style types rooms lint gen-check sizes ## Everything that needs no test run; what CI runs first
+	@$(BIN)/python tools/behaviour.py --check
+
+style: setup ## ruff: rules and format
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+
+types: setup ## mypy --strict
+	$(BIN)/mypy $(CHECKED)
+
+rooms: setup ## import-linter: who may import whom
+	$(BIN)/lint-imports
+
+sizes: setup ## Lengths of files and functions
+	@$(BIN)/python tools/sizes.py $(CHECKED)
+
+behaviour: setup ## The behaviours that no test names yet, by milestone
+	@$(BIN)/python tools/behaviour.py
+
+# ---- the contract --------------------------------------------------------------------------------------------
+
+gen: .venv-gen/.installed ## Generate gen/python from protos
+	$(GEN_PYTHON) tools/generate.py
+
+gen-check: .venv-gen/.installed ## Is gen/python what the protos say?
+	@$(GEN_PYTHON) tools/generate.py --check
+
+lint: setup ## buf: lint and format of the protos
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+
+breaking: setup ## buf: is the contract compatible with the released one?
+	@if [ -f $(RELEASED) ]; then $(BIN)/buf breaking --against $(RELEASED); \
+	else echo "nothing is released yet: $(RELEASED) is made at the first release"; fi
+
+# ---- upkeep --------------------------------------------------------------------------------------------------
+
+COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-header
+
+lock: ## Renew the pinned requirements (needs uv; UPGRADE=--upgrade for newer versions)
+	$(COMPILE) $(UPGRADE) pyproject.toml --extra cli --extra minigym --extra asgi --extra telemetry \
+		requirements/dev.in --output-file requirements/dev.txt
+	$(COMPILE) $(UPGRADE) pyproject.toml --extra cli --extra minigym --constraint requirements/dev.txt \
+		--output-file requirements/run.txt
+	$(COMPILE) $(UPGRADE) requirements/gen.in --output-file requirements/gen.txt
+	$(COMPILE) $(UPGRADE) --resolution lowest-direct pyproject.toml requirements/oldest.in \
+		--output-file requirements/oldest.txt
+
+clean: ## Remove environments, caches and built files
+	rm -rf .venv .venv-* dist runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find gym_ckpt_grpc gen tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
