@@ -1,0 +1,1 @@
+"""Generated from protos/gymckpt by `make gen`. Do not edit."""

@@ -1,0 +1,1 @@
+"""Generated from protos/gymckpt/v1 by `make gen`. Do not edit."""
