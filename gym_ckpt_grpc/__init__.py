@@ -1,0 +1,1 @@
+"""Consistent checkpoints of reinforcement-learning rollouts across all servers that hold them."""
