@@ -11,8 +11,8 @@ The binary form of a records file (`records-<hex>.gck`), one per participant par
 Chunks follow each other without gaps from the header to the index, so every byte of a file is under a digest.
 The root digest of a file is the sha256 of its index; the file is named by it and never changes once named.
 
-The other files of a checkpoint are strict JSON (RFC 8259; no NaN, no duplicate meaning, unknown fields are
-refused by readers). They are described where they are read and written:
+The other files of a root are strict JSON (RFC 8259, no NaN) whose first fields are `format` and
+`schema_version`; readers refuse unknown fields. They are described where they are read and written:
 
     participants/<kind>/<service>/<instance>/manifest.json   gym_ckpt_grpc/storage/part_manifest.py
     checkpoint.json, episodes-<hex>.json                     gym_ckpt_grpc/storage/aggregate.py

@@ -1,0 +1,99 @@
+"""Payloads, record files, manifests, publication, verification. Everything here blocks: run it in threads."""
+
+from gym_ckpt_grpc.storage.aggregate import (
+    AggregateManifest,
+    EpisodeListRef,
+    EpisodeLists,
+    Excluded,
+    Member,
+    OpaqueBlock,
+    StragglerAction,
+    check_members,
+    read_aggregate,
+    read_episodes,
+    write_aggregate,
+)
+from gym_ckpt_grpc.storage.files import FileLayer, FileSink, FileSource, NameTaken
+from gym_ckpt_grpc.storage.fsck import Finding, Level, verify_checkpoint
+from gym_ckpt_grpc.storage.intent import Intent, read_intent, write_intent
+from gym_ckpt_grpc.storage.local_files import LocalFiles
+from gym_ckpt_grpc.storage.locations import (
+    CheckpointLocation,
+    PartLocation,
+    Place,
+    path_to_uri,
+    resolve_checkpoint,
+    uri_to_path,
+)
+from gym_ckpt_grpc.storage.owner import Owner
+from gym_ckpt_grpc.storage.part import Part, PartManifestInfo, read_part, write_part
+from gym_ckpt_grpc.storage.part_manifest import FileEntry, IdentityBlock, PartManifest, read_manifest
+from gym_ckpt_grpc.storage.payloads import Codec, Payload, PayloadRefused, decode, encode, raw
+from gym_ckpt_grpc.storage.pins import Pin
+from gym_ckpt_grpc.storage.record_writer import Progress
+from gym_ckpt_grpc.storage.records import EpisodeSelection, FieldValue, Record
+from gym_ckpt_grpc.storage.root import LATEST, CheckpointRoot, Found, Listed, Preflight, Published
+from gym_ckpt_grpc.storage.sequence import Claim, Publication, Sequence
+from gym_ckpt_grpc.storage.stop import StopFlag, WriteStopped
+
+__all__ = [
+    "LATEST",
+    "AggregateManifest",
+    "CheckpointLocation",
+    "CheckpointRoot",
+    "Claim",
+    "Codec",
+    "EpisodeListRef",
+    "EpisodeLists",
+    "EpisodeSelection",
+    "Excluded",
+    "FieldValue",
+    "FileEntry",
+    "FileLayer",
+    "FileSink",
+    "FileSource",
+    "Finding",
+    "Found",
+    "IdentityBlock",
+    "Intent",
+    "Level",
+    "Listed",
+    "LocalFiles",
+    "Member",
+    "NameTaken",
+    "OpaqueBlock",
+    "Owner",
+    "Part",
+    "PartLocation",
+    "PartManifest",
+    "PartManifestInfo",
+    "Payload",
+    "PayloadRefused",
+    "Pin",
+    "Place",
+    "Preflight",
+    "Progress",
+    "Publication",
+    "Published",
+    "Record",
+    "Sequence",
+    "StopFlag",
+    "StragglerAction",
+    "WriteStopped",
+    "check_members",
+    "decode",
+    "encode",
+    "path_to_uri",
+    "raw",
+    "read_aggregate",
+    "read_episodes",
+    "read_intent",
+    "read_manifest",
+    "read_part",
+    "resolve_checkpoint",
+    "uri_to_path",
+    "verify_checkpoint",
+    "write_aggregate",
+    "write_intent",
+    "write_part",
+]

@@ -1,0 +1,336 @@
+"""Writing and reading a participant's part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import orjson
+
+from gym_ckpt_grpc.protocol.errors import CheckpointConflict, StateCorrupt, StateNotFound, StateUnwritable
+from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.storage import documents
+from gym_ckpt_grpc.storage.files import FileLayer, FileSink, NameTaken
+from gym_ckpt_grpc.storage.locations import CheckpointLocation, PartLocation, Place, check_part_path
+from gym_ckpt_grpc.storage.names import is_temporary
+from gym_ckpt_grpc.storage.part_manifest import (
+    DOCUMENT,
+    RECORDS,
+    FileEntry,
+    PartManifest,
+    document_name,
+    new_manifest,
+    parse_manifest,
+    read_manifest,
+)
+from gym_ckpt_grpc.storage.placing import Temporary, read_existing, sync_up, write_temporary
+from gym_ckpt_grpc.storage.record_format import CHUNK_SIZE, records_name
+from gym_ckpt_grpc.storage.record_reader import RecordFile
+from gym_ckpt_grpc.storage.record_writer import Progress, RecordFileWriter
+from gym_ckpt_grpc.storage.records import EpisodeSelection, Record
+from gym_ckpt_grpc.storage.stop import StopFlag
+
+
+@dataclass(frozen=True, slots=True)
+class PartManifestInfo:
+    """What a Commit replies about the part it wrote.
+
+    manifest_name: from the checkpoint's directory. bytes: of all its files but the manifest. episodes: those
+    with a record, in order, each once.
+    """
+
+    manifest_name: str
+    manifest_digest: str
+    record_count: int
+    restart_count: int
+    bytes: int
+    files: tuple[FileEntry, ...]
+    episodes: tuple[EpisodeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part as read back. records: the selected ones, in file order. total_count: how many the part has.
+
+    bytes_read: from all files. documents: what the kind added besides, by name.
+    """
+
+    manifest: PartManifest
+    manifest_digest: str
+    records: tuple[Record, ...]
+    total_count: int
+    bytes_read: int
+    documents: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def write_part(
+    files: FileLayer,
+    location: CheckpointLocation,
+    identity: ParticipantIdentity,
+    *,
+    checkpoint_id: str,
+    records: Iterable[Record],
+    restarts: int = 0,
+    extra: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    stop: StopFlag | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> PartManifestInfo:
+    """Write one participant's part, durable, its manifest last. Blocks.
+
+    records: taken one by one, in an order that a repeated write must repeat. restarts: how many episodes
+    start over. extra: the kind's facts for the manifest. documents: files of their own beside the records, by
+    a name of at most 64 characters. A write of the same again is synced and accepted. chunk_size in bytes.
+
+    Raises CheckpointConflict ("belongs to another commit") if another part is there, StateUnwritable,
+    InvalidArgument for what cannot be stored, WriteStopped; what `records` itself raises passes through. In
+    each case no temporary file is left, and nothing published is changed.
+    """
+    part = location.part(identity.place)
+    check_part_path(part, files)
+    writer = _PartWriter(files, part, identity, checkpoint_id, stop or StopFlag())
+    return writer.write(
+        records,
+        restarts=restarts,
+        extra=extra or {},
+        blocks=documents or {},
+        progress=progress,
+        chunk_size=chunk_size,
+    )
+
+
+class _NullSink:
+    """Takes the place of a file when only the digest is wanted."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _PartWriter:
+    """One write of one part."""
+
+    def __init__(
+        self,
+        files: FileLayer,
+        part: PartLocation,
+        identity: ParticipantIdentity,
+        checkpoint_id: str,
+        stop: StopFlag,
+    ) -> None:
+        self._files = files
+        self._part = part
+        self._identity = identity
+        self._checkpoint_id = checkpoint_id
+        self._stop = stop
+        self._episodes: dict[EpisodeId, None] = {}
+
+    def write(
+        self,
+        records: Iterable[Record],
+        *,
+        restarts: int,
+        extra: Mapping[str, Any],
+        blocks: Mapping[str, Mapping[str, Any]],
+        progress: Progress | None,
+        chunk_size: int,
+    ) -> PartManifestInfo:
+        self._stop.check()
+        block = documents.check_block(extra, what="extra")
+        beside = [_document(label, content) for label, content in blocks.items()]
+        existing = self._existing()
+        with ExitStack() as stack:
+            temporaries: list[tuple[Temporary, FileEntry]] = []
+            if existing is None:
+                self._files.make_dirs(self._part.directory)
+                temporary = stack.enter_context(Temporary(self._files, self._part.directory))
+                entry, count = self._write_records(temporary.sink, records, progress, chunk_size)
+                temporary.finish()
+                temporaries.append((temporary, entry))
+                for document, data in beside:
+                    made = stack.enter_context(write_temporary(self._files, self._part.directory, data))
+                    temporaries.append((made, document))
+            else:
+                entry, count = self._write_records(_NullSink(), records, progress, chunk_size)
+            manifest = new_manifest(
+                self._identity,
+                checkpoint_id=self._checkpoint_id,
+                records=count,
+                restarts=restarts,
+                files=(entry, *(document for document, _ in beside)),
+                extra=block,
+            )
+            data = documents.to_bytes(manifest)
+            if existing is None:
+                self._publish(temporaries, data, stack)
+            else:
+                self._accept(existing, data)
+        self._clean(manifest)
+        return self._info(manifest, data)
+
+    def _existing(self) -> bytes | None:
+        """The manifest that is there already. Raises CheckpointConflict if it is another commit's."""
+        data = read_existing(self._files, self._part.manifest)
+        if data is None:
+            return None
+        manifest = self._parse_other(data)
+        if manifest is None or manifest.checkpoint_id != self._checkpoint_id:
+            raise self._conflict()
+        return data
+
+    def _parse_other(self, data: bytes) -> PartManifest | None:
+        try:
+            return parse_manifest(data, path=self._part.manifest)
+        except StateCorrupt:
+            return None
+
+    def _conflict(self) -> CheckpointConflict:
+        return CheckpointConflict(f"{self._part.manifest!r} belongs to another commit", participant=str(self._identity))
+
+    def _write_records(
+        self, sink: FileSink, records: Iterable[Record], progress: Progress | None, chunk_size: int
+    ) -> tuple[FileEntry, int]:
+        writer = RecordFileWriter(sink, stop=self._stop, progress=progress, chunk_size=chunk_size)
+        try:
+            for record in records:
+                writer.add(record)
+                self._episodes[record.episode] = None
+            written = writer.finish()
+        finally:
+            writer.abort()
+        name = records_name(written.root_digest)
+        entry = FileEntry(name=name, role=RECORDS, size=written.size, digest=written.root_digest)
+        return entry, written.record_count
+
+    def _publish(self, temporaries: list[tuple[Temporary, FileEntry]], data: bytes, stack: ExitStack) -> None:
+        """Name the files, then the manifest: the only moment at which anything of this write appears."""
+        manifest = stack.enter_context(write_temporary(self._files, self._part.directory, data))
+        try:
+            with self._stop.publication():
+                for temporary, entry in temporaries:
+                    # Named by their content: what may be there under that name has the same bytes.
+                    temporary.replace(self._part.file(entry.name))
+                self._files.sync_dir(self._part.directory)
+                manifest.publish(self._part.manifest)
+            sync_up(self._files, self._part.directory, self._part.root)
+        except NameTaken:
+            self._accept(read_existing(self._files, self._part.manifest) or b"", data)
+        except StateUnwritable:
+            # A winner may have removed our temporary files as strays: then this is no failure to write.
+            if self._existing() not in (None, data):
+                raise self._conflict() from None
+            raise
+
+    def _accept(self, found: bytes, ours: bytes) -> None:
+        """Another manifest was first: sync and accept an equal one, else remove what is ours and refuse."""
+        manifest = self._parse_other(found)
+        if found != ours or manifest is None:
+            if manifest is not None:
+                self._clean(manifest)
+            raise self._conflict()
+        for entry in manifest.files:
+            self._files.sync_file(self._part.file(entry.name))
+        self._files.sync_file(self._part.manifest)
+        sync_up(self._files, self._part.directory, self._part.root)
+
+    def _clean(self, manifest: PartManifest) -> None:
+        """Remove what dead or losing writers left: once there is a manifest, all that it does not name."""
+        kept = {entry.name for entry in manifest.files} | {"manifest.json"}
+        with suppress(StateUnwritable, StateCorrupt):
+            for name in self._files.names(self._part.directory):
+                if name not in kept and (is_temporary(name) or _is_content_name(name)):
+                    self._files.remove(self._part.file(name))
+
+    def _info(self, manifest: PartManifest, data: bytes) -> PartManifestInfo:
+        return PartManifestInfo(
+            manifest_name=f"{self._part.relative}/manifest.json",
+            manifest_digest=documents.sha256(data),
+            record_count=manifest.records,
+            restart_count=manifest.restarts,
+            bytes=manifest.bytes,
+            files=manifest.files,
+            episodes=tuple(self._episodes),
+        )
+
+
+def _document(label: str, content: Mapping[str, Any]) -> tuple[FileEntry, bytes]:
+    data = orjson.dumps(documents.check_block(content, what=label))
+    digest = documents.sha256(data)
+    name = document_name(label[:64], digest)
+    return FileEntry(name=name, role=DOCUMENT, label=label[:64], size=len(data), digest=digest), data
+
+
+def _is_content_name(name: str) -> bool:
+    stem, _, _ = name.rpartition(".")
+    return "-" in stem and documents.is_digest(stem.rpartition("-")[2])
+
+
+def read_part(
+    files: FileLayer,
+    location: CheckpointLocation,
+    place: Place,
+    *,
+    checkpoint_id: str,
+    expected_digest: str | None = None,
+    scope: EpisodeSelection | None = None,
+) -> Part:
+    """Read the records of the episodes in `scope` (None: all), and only what holds them. Blocks.
+
+    place: (kind, service, instance). expected_digest: of the manifest. Opens only what the manifest names;
+    each payload is verified before it is handed out, and decoded only by `Record.decode`. Raises
+    StateNotFound if there is no part, StateCorrupt naming file, participant and episodes for everything that
+    is not as written.
+    """
+    part = location.part(place)
+    check_part_path(part, files)
+    who = "/".join(place)
+    try:
+        manifest, digest = read_manifest(
+            files, part, place, checkpoint_id=checkpoint_id, expected_digest=expected_digest
+        )
+    except (StateCorrupt, StateNotFound) as error:
+        error.participant = who
+        raise
+    try:
+        records, total, count = _read_records(files, part, manifest, scope)
+        blocks = {entry.label: _read_document(files, part, entry) for entry in manifest.files if entry.role == DOCUMENT}
+    except StateNotFound as error:
+        raise StateCorrupt(f"{error.message}, which {part.manifest!r} names", participant=who) from error
+    except StateCorrupt as error:
+        error.participant = who
+        raise
+    count += sum(entry.size for entry in manifest.files if entry.role == DOCUMENT)
+    return Part(manifest, digest, tuple(records), total, count, blocks)
+
+
+def _read_records(
+    files: FileLayer, part: PartLocation, manifest: PartManifest, scope: EpisodeSelection | None
+) -> tuple[list[Record], int, int]:
+    entry = manifest.records_file
+    path = part.file(entry.name)
+    with RecordFile(files, path, root_digest=entry.digest, size=entry.size) as file:
+        if len(file) != manifest.records:
+            raise StateCorrupt(f"{path!r} has {len(file)} records, {part.manifest!r} says {manifest.records}")
+        return file.read(scope), len(file), file.bytes_read
+
+
+def _read_document(files: FileLayer, part: PartLocation, entry: FileEntry) -> dict[str, Any]:
+    path = part.file(entry.name)
+    data = documents.read_bytes(files, path)
+    if documents.sha256(data) != entry.digest:
+        raise StateCorrupt(f"{path!r} has another sha256 than {part.manifest!r} says")
+    try:
+        block: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise StateCorrupt(f"{path!r} is not a JSON object: {error}") from error
+    return block

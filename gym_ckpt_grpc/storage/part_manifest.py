@@ -1,0 +1,167 @@
+"""`manifest.json` of a participant's part: created last, never replaced, known by the sha256 of its bytes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from gym_ckpt_grpc.protocol.errors import StateCorrupt
+from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
+from gym_ckpt_grpc.storage import documents
+from gym_ckpt_grpc.storage.files import FileLayer
+from gym_ckpt_grpc.storage.locations import PartLocation, Place
+from gym_ckpt_grpc.storage.names import escape
+from gym_ckpt_grpc.storage.record_format import records_name
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+RECORDS = "records"
+DOCUMENT = "document"
+
+
+class IdentityBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who a participant is. kind: `environment`, `policy_model`, `agent` or `resources`."""
+
+    kind: ParticipantKind
+    service: str
+    instance: str
+    incarnation_id: str
+
+    @classmethod
+    def of(cls, identity: ParticipantIdentity) -> IdentityBlock:
+        """The block of an identity."""
+        return cls(
+            kind=identity.kind,
+            service=identity.service,
+            instance=identity.instance,
+            incarnation_id=identity.incarnation_id,
+        )
+
+    @property
+    def place(self) -> Place:
+        """(kind, service, instance)."""
+        return (self.kind, self.service, self.instance)
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.service}/{self.instance}"
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file that a part needs.
+
+    name: in the part's directory. role: `records` or `document`. label: a document's own name, else empty.
+    size in bytes. digest: a records file's root digest, a document's sha256; the file is named by it.
+    """
+
+    name: str
+    role: str
+    label: str = ""
+    size: Count
+    digest: str
+
+    def expected_name(self) -> str | None:
+        """The only name that a file of this role, label and digest may have; None if it can have none."""
+        if not documents.is_digest(self.digest):
+            return None
+        if self.role == RECORDS and not self.label:
+            return records_name(self.digest)
+        if self.role == DOCUMENT and self.label:
+            return document_name(self.label, self.digest)
+        return None
+
+
+def document_name(label: str, digest: str) -> str:
+    """`<label>-<digest>.json`, with the label escaped; a label of 128 characters or less fits."""
+    return f"{escape(label)}-{digest}.json"
+
+
+class PartManifest(documents.Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One participant's part of a checkpoint.
+
+    records, restarts: counts. bytes: sum of the sizes of its files. files: all it needs, the records file
+    first. extra: the kind's own facts, an open JSON object.
+    """
+
+    FORMAT: ClassVar[str] = "gymckpt.part"
+
+    checkpoint_id: Annotated[str, msgspec.Meta(min_length=1)]
+    participant: IdentityBlock
+    records: Count
+    restarts: Count
+    bytes: Count
+    files: tuple[FileEntry, ...]
+    extra: dict[str, Any]
+
+    @property
+    def records_file(self) -> FileEntry:
+        """The one records file."""
+        return next(entry for entry in self.files if entry.role == RECORDS)
+
+
+def new_manifest(
+    identity: ParticipantIdentity,
+    *,
+    checkpoint_id: str,
+    records: int,
+    restarts: int,
+    files: tuple[FileEntry, ...],
+    extra: dict[str, Any],
+) -> PartManifest:
+    """The manifest of a part of these files."""
+    return PartManifest(
+        format=PartManifest.FORMAT,
+        schema_version=PartManifest.VERSION,
+        checkpoint_id=checkpoint_id,
+        participant=IdentityBlock.of(identity),
+        records=records,
+        restarts=restarts,
+        bytes=sum(entry.size for entry in files),
+        files=files,
+        extra=extra,
+    )
+
+
+def parse_manifest(data: bytes, *, path: str) -> PartManifest:
+    """Decode and check a manifest. Raises StateCorrupt naming `path`; opens none of the files it names."""
+    manifest = documents.from_bytes(data, PartManifest, path=path)
+    if sum(entry.role == RECORDS for entry in manifest.files) != 1:
+        raise StateCorrupt(f"{path!r} does not name exactly one records file")
+    for entry in manifest.files:
+        try:
+            expected = entry.expected_name()
+        except ValueError:
+            expected = None
+        if entry.name != expected:
+            raise StateCorrupt(f"{path!r} names a file {entry.name[:300]!r} that is misnamed or outside its directory")
+    if len({entry.name for entry in manifest.files}) != len(manifest.files):
+        raise StateCorrupt(f"{path!r} names a file twice")
+    if sum(entry.size for entry in manifest.files) != manifest.bytes:
+        raise StateCorrupt(f"{path!r} says {manifest.bytes} bytes, its files have another sum")
+    return manifest
+
+
+def read_manifest(
+    files: FileLayer,
+    part: PartLocation,
+    place: Place,
+    *,
+    checkpoint_id: str,
+    expected_digest: str | None = None,
+) -> tuple[PartManifest, str]:
+    """Read a part's manifest and its digest.
+
+    Raises StateNotFound if there is none; StateCorrupt naming the file and the participant if it is damaged,
+    has another digest, or belongs to another checkpoint or participant.
+    """
+    data = documents.read_bytes(files, part.manifest)
+    digest = documents.sha256(data)
+    if expected_digest is not None and digest != expected_digest:
+        raise StateCorrupt(f"{part.manifest!r} has the sha256 {digest}, not the expected {expected_digest}")
+    manifest = parse_manifest(data, path=part.manifest)
+    if manifest.checkpoint_id != checkpoint_id:
+        raise StateCorrupt(
+            f"{part.manifest!r} belongs to checkpoint {manifest.checkpoint_id[:200]!r}, not {checkpoint_id!r}"
+        )
+    if manifest.participant.place != place:
+        raise StateCorrupt(f"{part.manifest!r} is the part of {manifest.participant}, not of {'/'.join(place)}")
+    return manifest, digest
