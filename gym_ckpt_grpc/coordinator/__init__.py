@@ -1,0 +1,33 @@
+"""The coordinator of a fleet: one checkpoint through all participants, and its restore."""
+
+from gym_ckpt_grpc.coordinator.calls import Retries as Retries
+from gym_ckpt_grpc.coordinator.coordinator import Coordinator as Coordinator
+from gym_ckpt_grpc.coordinator.coordinator import new_checkpoint_id as new_checkpoint_id
+from gym_ckpt_grpc.coordinator.errors import CaptureFailed as CaptureFailed
+from gym_ckpt_grpc.coordinator.errors import CommitFailed as CommitFailed
+from gym_ckpt_grpc.coordinator.errors import DiscoveryFailed as DiscoveryFailed
+from gym_ckpt_grpc.coordinator.errors import FleetError as FleetError
+from gym_ckpt_grpc.coordinator.errors import FleetInvalid as FleetInvalid
+from gym_ckpt_grpc.coordinator.errors import ForgetFailed as ForgetFailed
+from gym_ckpt_grpc.coordinator.errors import NotPrepared as NotPrepared
+from gym_ckpt_grpc.coordinator.errors import PrepareFailed as PrepareFailed
+from gym_ckpt_grpc.coordinator.errors import PublishFailed as PublishFailed
+from gym_ckpt_grpc.coordinator.errors import RestoreFailed as RestoreFailed
+from gym_ckpt_grpc.coordinator.errors import RetireFailed as RetireFailed
+from gym_ckpt_grpc.coordinator.events import Event as Event
+from gym_ckpt_grpc.coordinator.events import EventKind as EventKind
+from gym_ckpt_grpc.coordinator.fleet import Discovery as Discovery
+from gym_ckpt_grpc.coordinator.fleet import Endpoint as Endpoint
+from gym_ckpt_grpc.coordinator.fleet import Fleet as Fleet
+from gym_ckpt_grpc.coordinator.fleet import Server as Server
+from gym_ckpt_grpc.coordinator.looking import Finding as Finding
+from gym_ckpt_grpc.coordinator.looking import Sighting as Sighting
+from gym_ckpt_grpc.coordinator.looking import look_at as look_at
+from gym_ckpt_grpc.coordinator.outcomes import Outcome as Outcome
+from gym_ckpt_grpc.coordinator.report import FleetReport as FleetReport
+from gym_ckpt_grpc.coordinator.restoration import Restoration as Restoration
+from gym_ckpt_grpc.coordinator.result import CheckpointResult as CheckpointResult
+from gym_ckpt_grpc.coordinator.result import CheckpointState as CheckpointState
+from gym_ckpt_grpc.coordinator.result import Timing as Timing
+from gym_ckpt_grpc.coordinator.retiring import RetireResult as RetireResult
+from gym_ckpt_grpc.coordinator.transaction import Checkpoint as Checkpoint

@@ -1,0 +1,256 @@
+"""The coordinator: many participants, one checkpoint at a time. Source: coordination sections 1, 5 and 8."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.coordinator.calls import Retries
+from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
+from gym_ckpt_grpc.coordinator.errors import ForgetFailed, describe
+from gym_ckpt_grpc.coordinator.events import Event, EventKind, Events
+from gym_ckpt_grpc.coordinator.fanout import STAGE_GRACE, until_done
+from gym_ckpt_grpc.coordinator.fleet import Fleet
+from gym_ckpt_grpc.coordinator.looking import Sighting
+from gym_ckpt_grpc.coordinator.member import Credentials
+from gym_ckpt_grpc.coordinator.outcomes import Outcome
+from gym_ckpt_grpc.coordinator.restoration import Restoration
+from gym_ckpt_grpc.coordinator.retiring import (
+    RetireResult,
+    forget_everywhere,
+    highest_attempts,
+    retire_everywhere,
+)
+from gym_ckpt_grpc.coordinator.session import Session, Settings
+from gym_ckpt_grpc.coordinator.takeover import settle_open
+from gym_ckpt_grpc.coordinator.threads import in_thread
+from gym_ckpt_grpc.coordinator.transaction import Checkpoint
+from gym_ckpt_grpc.protocol.errors import ControlError, UsageError
+from gym_ckpt_grpc.protocol.ids import EpisodeId, checkpoint_id_problem
+from gym_ckpt_grpc.protocol.lease import DEFAULT_LEASE_TTL, MAX_LEASE_TTL
+from gym_ckpt_grpc.storage import LATEST, CheckpointRoot, FileLayer
+from gym_ckpt_grpc.telemetry import CallObserver
+
+LEAVE_PATIENCE = 5.0
+"""Seconds that leaving a coordinator waits for pending Resumes; leases reopen what is left."""
+
+
+def new_checkpoint_id(prefix: str = "ckpt") -> str:
+    """An id that no other checkpoint has; it sorts by time for people."""
+    return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
+
+
+class Coordinator:
+    """Checkpoints and restores a fleet, on one root, under an epoch of its own.
+
+        async with Coordinator(fleet, root="file:///ckpt/run-7", controller_id="trainer-0") as coordinator:
+            ...
+
+    Entering looks at the fleet, claims an epoch above any that participants report, starts lease renewal, and
+    ends what it finds open. Leaving aborts what is still open, waits a little for pending Resumes and appends a
+    release.
+
+    root: `file://` URI or absolute path. controller_id, run_id: characters as a checkpoint id; run_id is
+    controller_id by default. token: sent with every call. allow_insecure: plain text beyond this host. All times
+    are seconds, finite and positive. lease_ttl: at most 600. discovery_timeout: per look. exit_timeout: bound of
+    every exit. stage_grace: head start of a stage of Resume. observer: told of every call. on_event: told of every
+    event, on the loop.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        root: str,
+        controller_id: str = "trainer",
+        run_id: str = "",
+        token: TokenSource | None = None,
+        allow_insecure: bool = False,
+        lease_ttl: float = DEFAULT_LEASE_TTL,
+        discovery_timeout: float = 60.0,
+        exit_timeout: float = 30.0,
+        stage_grace: float = STAGE_GRACE,
+        observer: CallObserver | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        files: FileLayer | None = None,
+        retries: Retries | None = None,
+    ) -> None:
+        for name, value in (("controller_id", controller_id), ("run_id", run_id or controller_id)):
+            if problem := checkpoint_id_problem(value):
+                raise UsageError(f"{name} {value!r} {problem}")
+        if lease_ttl > MAX_LEASE_TTL:
+            raise UsageError(f"lease_ttl {lease_ttl} s is above {MAX_LEASE_TTL} s")
+        self.fleet = fleet
+        self.root = CheckpointRoot(root, files)
+        self.controller_id = controller_id
+        self.run_id = run_id or controller_id
+        self.events = Events(on_event)
+        self._settings = Settings(
+            lease_ttl=positive_seconds("lease_ttl", lease_ttl),
+            discovery_timeout=positive_seconds("discovery_timeout", discovery_timeout),
+            exit_timeout=positive_seconds("exit_timeout", exit_timeout),
+            stage_grace=positive_seconds("stage_grace", stage_grace),
+        )
+        self._credentials = Credentials(token=token, allow_insecure=allow_insecure, observer=observer)
+        self._retries = retries
+        self._session: Session | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch claimed; 0 outside the block."""
+        return self._session.epoch if self._session else 0
+
+    # ---- the block
+
+    async def __aenter__(self) -> Self:
+        if self._session:
+            raise UsageError("this coordinator is entered already")
+        session = self._session = Session(
+            self.fleet,
+            self.root,
+            controller_id=self.controller_id,
+            run_id=self.run_id,
+            credentials=self._credentials,
+            settings=self._settings,
+            events=self.events,
+            retries=self._retries,
+        )
+        try:
+            await self._enter(session)
+        except BaseException:
+            await self._close(session)
+            raise
+        return self
+
+    async def _enter(self, session: Session) -> None:
+        deadline = Deadline(self._settings.discovery_timeout)
+        await in_thread(self.root.preflight, "preparing the root", deadline)
+        found = await session.members(deadline)
+
+        def claim() -> None:
+            session.claim = self.root.sequence.claim(self.controller_id, self.run_id, above=found.highest_epoch)
+
+        await in_thread(claim, "claiming an epoch", deadline)
+        self.events.add(EventKind.TAKE_OVER, f"epoch {session.epoch} is claimed by {self.controller_id}")
+        await session.renewal.start()
+        await settle_open(session, found, Deadline(self._settings.exit_timeout))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (session := self._session) is None:
+            return
+        try:
+            if session.open_block:
+                abandoned = UsageError(f"the coordinator was left with {session.open_id} open")
+                await session.open_block.__aexit__(UsageError, abandoned, None)
+        finally:
+            await self._close(session)
+
+    async def _close(self, session: Session) -> None:
+        """End tasks, thread and channels; append a release. Runs to its end through cancellations."""
+        task = asyncio.get_running_loop().create_task(self._shut(session), name="close the coordinator")
+        try:
+            await until_done([task])
+        finally:
+            self._session = None
+        task.result()
+
+    async def _shut(self, session: Session) -> None:
+        try:
+            await session.end_background(LEAVE_PATIENCE)
+            await session.renewal.stop()
+            await session.connections.close()
+        finally:
+            claim = session.claim
+            if claim is not None and not session.replaced:
+                try:
+                    await in_thread(lambda: self.root.sequence.release(claim), "releasing the epoch")
+                except ControlError as error:
+                    self.events.add(EventKind.TAKE_OVER, f"the epoch was not released: {error}")
+
+    # ---- operations
+
+    def checkpoint(self, *, deadline: float = 120.0, checkpoint_id: str | None = None) -> Checkpoint:
+        """A new checkpoint, to be entered with `async with`. Picks an id and sends nothing.
+
+        deadline: seconds for all its operations together, from the entering of the block.
+        """
+        return Checkpoint(self._entered(), _new_id(checkpoint_id, "ckpt"), deadline)
+
+    def restoring(
+        self,
+        source: str = LATEST,
+        *,
+        scope: Iterable[EpisodeId] | None = None,
+        deadline: float = 120.0,
+        restore_id: str | None = None,
+    ) -> Restoration:
+        """A restore of a published checkpoint, to be entered with `async with`.
+
+        source: its id, or "latest". scope: episodes as they stand in it; None: all that it continues. deadline:
+        seconds for verifying and installing.
+        """
+        chosen = None if scope is None else tuple(scope)
+        return Restoration(self._entered(), source, chosen, _new_id(restore_id, "restore"), deadline)
+
+    async def status(self, timeout: float | None = None) -> list[Sighting]:
+        """What looking at every server finds now, in listing order. Does not fail for one that is down."""
+        seconds = positive_seconds("timeout", timeout or self._settings.discovery_timeout)
+        return await self._entered().look(seconds)
+
+    async def retire(self, episodes: Iterable[EpisodeId], *, deadline: float = 60.0) -> RetireResult:
+        """Refuse these attempts and earlier ones everywhere, and free them; also while a checkpoint is open.
+
+        An empty list makes no call. Raises RetireFailed if any is incomplete, also where a required server is down
+        (the others are called all the same): call again.
+        """
+        chosen = list(episodes)
+        if not chosen:
+            return RetireResult()
+        session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
+        members, missing = await session.reachable("Retire", limit)
+        return await retire_everywhere(session, members, chosen, limit, checkpoint_id=session.open_id, missing=missing)
+
+    async def forget(
+        self, rollouts: Mapping[str, int] | Iterable[EpisodeId], *, deadline: float = 60.0
+    ) -> list[Outcome[Any]]:
+        """End the refusal of rollouts, up to an attempt: {rollout_id: highest attempt retired}, or episodes.
+
+        An empty one makes no call. Raises ForgetFailed: call again.
+        """
+        chosen = highest_attempts(rollouts)
+        if not chosen:
+            return []
+        session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
+        members, missing = await session.reachable("Forget", limit)
+        if missing:
+            raise ForgetFailed(f"Forget was not begun: {describe(missing)}", missing)
+        return await forget_everywhere(session, members, chosen, limit, checkpoint_id=session.open_id)
+
+    async def reopened(self, timeout: float | None = None) -> bool:
+        """Wait for pending Resumes; whether none is left. timeout: seconds, or None for no limit of its own."""
+        session = self._entered()
+        while session.background:
+            done, _ = await asyncio.wait(session.background, timeout=timeout)
+            if not done:
+                return False
+        return True
+
+    def _entered(self) -> Session:
+        if self._session is None:
+            raise UsageError("use the coordinator inside its `async with` block")
+        return self._session
+
+
+def _new_id(given: str | None, prefix: str) -> str:
+    if given is None:
+        return new_checkpoint_id(prefix)
+    if problem := checkpoint_id_problem(given):
+        raise UsageError(f"checkpoint_id {given!r} {problem}")
+    return given

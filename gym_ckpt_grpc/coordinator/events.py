@@ -1,0 +1,71 @@
+"""What the coordinator tells about its work: numbered events, the last ones remembered. Never what is decided."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+log = logging.getLogger("gym_ckpt_grpc.coordinator")
+
+
+class EventKind(enum.IntEnum):
+    """Mirror of `gymckpt.v1.EventKind`, without its prefix."""
+
+    UNSPECIFIED = 0
+    FINDING = 1
+    STAGE = 2
+    STRAGGLER = 3
+    COMMIT = 4
+    PUBLICATION = 5
+    RESUME = 6
+    LEASE = 7
+    TAKE_OVER = 8
+    RETENTION = 9
+    RESTORE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event. number rises by one. participant: `kind/service/instance`, or empty. at: monotonic seconds."""
+
+    number: int
+    kind: EventKind
+    message: str
+    checkpoint_id: str = ""
+    participant: str = ""
+    at: float = 0.0
+
+
+class Events:
+    """The last `limit` events, and a listener. The listener is called on the coordinator's loop; it must not block."""
+
+    def __init__(self, listener: Callable[[Event], None] | None = None, *, limit: int = 1000) -> None:
+        self._listener = listener
+        self._kept: deque[Event] = deque(maxlen=limit)
+        self._number = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(list(self._kept))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def since(self, number: int) -> list[Event]:
+        """The remembered events from this number on."""
+        return [event for event in self._kept if event.number >= number]
+
+    def add(self, kind: EventKind, message: str, *, checkpoint_id: str = "", participant: str = "") -> None:
+        """Append one; what the listener raises is logged and goes no further."""
+        self._number += 1
+        event = Event(self._number, kind, message, checkpoint_id, participant, time.monotonic())
+        self._kept.append(event)
+        log.info("%s %s%s %s", kind.name.lower(), checkpoint_id, f" {participant}" if participant else "", message)
+        if self._listener:
+            try:
+                self._listener(event)
+            except Exception:
+                log.exception("the listener of events failed")

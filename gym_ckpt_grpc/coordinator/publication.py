@@ -1,0 +1,79 @@
+"""Publishing one checkpoint, so that its outcome is known whatever interrupts the caller.
+
+The threads that write cannot be taken back. So what they found out is kept here by the threads themselves, and a
+caller that was cancelled, or an exit, reads it afterwards. Source: coordination section 9.
+"""
+
+from __future__ import annotations
+
+from gym_ckpt_grpc.coordinator import ledger
+from gym_ckpt_grpc.coordinator.deadlines import Deadline
+from gym_ckpt_grpc.coordinator.errors import PublishFailed
+from gym_ckpt_grpc.coordinator.threads import in_thread
+from gym_ckpt_grpc.protocol.errors import ControlError, OutOfTime, PublishUnknown, StaleController
+from gym_ckpt_grpc.storage import AggregateManifest, CheckpointRoot
+
+
+class Publication:
+    """The publication of one checkpoint.
+
+    number: its sequence number once it is known to be published. unknown: whether an entry may exist that is not
+    known. latest_error: why LATEST could not be moved, or empty.
+    """
+
+    def __init__(self, root: CheckpointRoot, checkpoint_id: str, epoch: int) -> None:
+        self._root = root
+        self._checkpoint_id = checkpoint_id
+        self._epoch = epoch
+        self.manifest: AggregateManifest | None = None
+        self.digest = ""
+        self.number: int | None = None
+        self.unknown = False
+        self.latest_error = ""
+
+    async def run(self, draft: ledger.Draft, deadline: Deadline) -> int:
+        """Write the manifest, then the entry; returns its number. The same call again gives the same.
+
+        Raises PublishFailed (nothing is published), PublishUnknown (the same call again decides),
+        StaleController (a newer controller has taken over).
+        """
+        try:
+            await in_thread(lambda: self._write(draft), "writing the aggregate manifest", deadline)
+        except StaleController:
+            raise
+        except ControlError as error:
+            raise PublishFailed(f"the aggregate manifest was not written: {error}") from error
+        self.unknown = True
+        try:
+            await in_thread(self._append, "publishing", deadline)
+        except (StaleController, PublishUnknown):
+            raise
+        except OutOfTime as error:
+            raise PublishUnknown(error.message) from error
+        except ControlError as error:
+            raise PublishFailed(f"nothing was published: {error}") from error
+        assert self.number is not None
+        return self.number
+
+    def _write(self, draft: ledger.Draft) -> None:
+        self.manifest, self.digest = ledger.write_manifest(self._root, draft)
+
+    def _append(self) -> None:
+        try:
+            published = ledger.publish(self._root, self._checkpoint_id, self.digest, epoch=self._epoch)
+        except PublishUnknown:
+            raise
+        except ControlError:
+            self.unknown = False
+            raise
+        self.latest_error = published.latest_error
+        self.number = published.publication.number
+        self.unknown = False
+
+    async def find_out(self, deadline: Deadline) -> None:
+        """Read the root again: afterwards `number` says whether it is published. Raises what reading raises."""
+        number = await in_thread(
+            lambda: ledger.publication_number(self._root, self._checkpoint_id), "reading the sequence", deadline
+        )
+        self.number = self.number or number
+        self.unknown = False

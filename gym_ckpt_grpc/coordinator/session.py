@@ -1,0 +1,330 @@
+"""What the operations of one coordinator share: its epoch, its members, its leases, and whether it was replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from gym_ckpt_grpc.control import EpisodeListKind, wire
+from gym_ckpt_grpc.coordinator.calls import Retries, call
+from gym_ckpt_grpc.coordinator.deadlines import Deadline
+from gym_ckpt_grpc.coordinator.events import EventKind, Events
+from gym_ckpt_grpc.coordinator.fanout import fan_out, until_done
+from gym_ckpt_grpc.coordinator.fleet import Discovery
+from gym_ckpt_grpc.coordinator.holds import Hold, Holds
+from gym_ckpt_grpc.coordinator.lists import list_episodes
+from gym_ckpt_grpc.coordinator.looking import MISTAKES, Membership, Sighting, look, membership
+from gym_ckpt_grpc.coordinator.member import Connections, Credentials, Member
+from gym_ckpt_grpc.coordinator.outcomes import Outcome
+from gym_ckpt_grpc.coordinator.renewal import Renewal
+from gym_ckpt_grpc.coordinator.threads import in_thread
+from gym_ckpt_grpc.protocol.errors import ControlError, StaleController, UsageError, WorkerUnavailable
+from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.storage import CheckpointRoot, Claim, Pin
+from gymckpt.v1 import participant_pb2
+
+T = TypeVar("T")
+Request = Callable[[Member, float], Message]
+"""Makes a member's request from the seconds that one try has."""
+Heard = Callable[[Outcome[Any]], None]
+
+MAX_RETIRE = 1000
+"""Episodes of one Retire call."""
+
+
+class Block(Protocol):
+    """A checkpoint or restore that is entered."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All in seconds, finite and positive. See `Coordinator`."""
+
+    lease_ttl: float = 30.0
+    discovery_timeout: float = 60.0
+    exit_timeout: float = 30.0
+    stage_grace: float = 0.3
+
+
+class Session:
+    """Between checkpoints it keeps nothing that the root and GetStatus cannot tell again, but the marks it set."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        root: CheckpointRoot,
+        *,
+        controller_id: str,
+        run_id: str,
+        credentials: Credentials,
+        settings: Settings,
+        events: Events,
+        retries: Retries | None = None,
+    ) -> None:
+        self.root = root
+        self.controller_id = controller_id
+        self.run_id = run_id
+        self.settings = settings
+        self.events = events
+        self.retries = retries or Retries()
+        self.claim: Claim | None = None
+        self.replaced: StaleController | None = None
+        self.open_id = ""
+        """The checkpoint or restore that is open now, or empty."""
+        self.open_block: Block | None = None
+        """The object of its `async with` block."""
+        self.source_checkpoint = ""
+        """What this run was restored from, for manifests."""
+        self.pin: Pin | None = None
+        """Holds the checkpoint that this run was restored from, until its first publication."""
+        self.marks: dict[str, int] = {}
+        """rollout -> highest attempt retired through this coordinator and not forgotten."""
+        self.background: set[asyncio.Task[Any]] = set()
+        self.connections = Connections(credentials)
+        self.renewal = Renewal(Holds(self._on_lost), credentials, self.context)
+        self._discovery = discovery
+        self._loop = asyncio.get_running_loop()
+        self._incarnations: dict[str, str] = {}
+        self._watchers: dict[str, asyncio.Future[ControlError]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.claim.epoch if self.claim else 0
+
+    def context(self, checkpoint_id: str) -> participant_pb2.ControlContext:
+        return participant_pb2.ControlContext(
+            checkpoint_id=checkpoint_id, controller_id=self.controller_id, epoch=self.epoch
+        )
+
+    # ---- being replaced, and losing leases
+
+    def check(self) -> None:
+        """Raise StaleController if a newer controller has taken over: no call is made after that."""
+        if self.replaced:
+            raise self.replaced
+
+    def note(self, error: ControlError | None) -> None:
+        """Remember that a refusal says this coordinator was replaced."""
+        if isinstance(error, StaleController) and self.replaced is None:
+            self.replaced = error
+            self.events.add(EventKind.TAKE_OVER, f"replaced: {error.message}")
+
+    def _on_lost(self, hold: Hold) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._tell_lost, hold)
+
+    def _tell_lost(self, hold: Hold) -> None:
+        assert hold.lost is not None
+        self.note(hold.lost)
+        self.events.add(
+            EventKind.LEASE, hold.lost.message, checkpoint_id=hold.checkpoint_id, participant=hold.member.name
+        )
+        watcher = self._watchers.get(hold.checkpoint_id)
+        if watcher and not watcher.done() and (hold.member.required or self.replaced):
+            watcher.set_result(hold.lost)
+
+    def require_leases(self, checkpoint_id: str) -> None:
+        """Raise what is known of a lost lease of a required participant, counted now, on this thread."""
+        self.check()
+        for hold in self.renewal.holds.of(checkpoint_id):
+            if hold.lost is not None and hold.member.required:
+                self.note(hold.lost)
+                raise hold.lost
+
+    async def guarded(self, checkpoint_id: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run an operation of a checkpoint; a lost lease ends it, waits for its end, and is raised instead."""
+        watcher = self._watchers[checkpoint_id] = self._loop.create_future()
+        task = self._loop.create_task(work, name=f"operation of {checkpoint_id}")
+        try:
+            self.require_leases(checkpoint_id)
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise watcher.result()
+            return task.result()
+        finally:
+            self._watchers.pop(checkpoint_id, None)
+            watcher.cancel()
+            if not task.done():
+                task.cancel()
+                await until_done([task])
+            if not task.cancelled():
+                task.exception()
+
+    def enter(self, checkpoint_id: str, block: Block) -> None:
+        """A block is entered. Raises UsageError if one is open, StaleController."""
+        if self.open_id:
+            raise UsageError(f"{self.open_id} is open in this coordinator; leave it first")
+        self.check()
+        self.open_id, self.open_block = checkpoint_id, block
+
+    def left(self) -> None:
+        """The open block has ended."""
+        self.open_id, self.open_block = "", None
+
+    # ---- calling
+
+    async def ask(
+        self,
+        members: Iterable[Member],
+        method: str,
+        request: Request,
+        deadline: Deadline,
+        *,
+        heard: Heard | None = None,
+        lease_of: str = "",
+        pin: bool = True,
+    ) -> list[Outcome[Any]]:
+        """Call one method of all members at once; one outcome each. Raises StaleController if it was replaced.
+
+        lease_of: the checkpoint whose leases accepted calls count for.
+        """
+        self.check()
+
+        async def one(member: Member) -> Outcome[Any]:
+            return await self.ask_one(member, method, request, deadline, lease_of=lease_of, pin=pin)
+
+        outcomes = await fan_out(members, one, heard=heard)
+        self.check()
+        return outcomes
+
+    async def ask_one(
+        self,
+        member: Member,
+        method: str,
+        request: Request,
+        deadline: Deadline,
+        *,
+        lease_of: str = "",
+        pin: bool = True,
+        **options: Any,
+    ) -> Outcome[Any]:
+        """One call with retries; notes refusals as stale, and counts the lease."""
+        outcome = await call(
+            member,
+            method,
+            lambda seconds: request(member, seconds),
+            deadline,
+            retries=self.retries,
+            pin=pin,
+            **options,
+        )
+        self.note(outcome.error)
+        if outcome.ok and lease_of:
+            self.renewal.accepted(member, lease_of, outcome.sent_at)
+        return outcome
+
+    async def list_episodes(
+        self, member: Member, kind: EpisodeListKind, deadline: Deadline, *, checkpoint_id: str = ""
+    ) -> Outcome[tuple[EpisodeId, ...]]:
+        """A whole list of one participant, by ListEpisodes."""
+        return await list_episodes(member, kind, deadline, checkpoint_id=checkpoint_id, retries=self.retries)
+
+    # ---- looking
+
+    async def look(self, timeout: float) -> list[Sighting]:
+        """Every server of the fleet; fails for none."""
+        return await look(await self._discovery.resolve(), self.connections, timeout)
+
+    async def members(self, deadline: Deadline) -> Membership:
+        """Look again and compare with what was known. Raises DiscoveryFailed, StaleController.
+
+        A replaced or added server is an event, and gets the marks that are not forgotten yet.
+        """
+        self.check()
+        timeout = min(self.settings.discovery_timeout, max(deadline.left(), 0.001))
+        found = membership(await self.look(timeout), self.connections)
+        if self.claim and found.highest_epoch > self.epoch:
+            self.note(StaleController(f"a participant has obeyed epoch {found.highest_epoch}, ours is {self.epoch}"))
+            self.check()
+        for name, reason in found.excluded.items():
+            self.events.add(EventKind.FINDING, f"excluded: {reason}", participant=name)
+        await self.announce([m for m in found.members if self._is_new(m)], deadline)
+        return found
+
+    async def reachable(self, method: str, deadline: Deadline) -> tuple[list[Member], list[Outcome[Any]]]:
+        """Who can be called now, and a failed outcome for each server that should be there and is not.
+
+        For operations that every participant has a part of its own in: one that is down does not stop the others.
+        An optional one that is down is left out: it gets the marks when it comes back.
+        """
+        self.check()
+        timeout = min(self.settings.discovery_timeout, max(deadline.left(), 0.001))
+        sightings = await self.look(timeout)
+        found = membership([s for s in sightings if s.ok], self.connections)
+        await self.announce([m for m in found.members if self._is_new(m)], deadline)
+        missing: list[Outcome[Any]] = [
+            Outcome(
+                method,
+                s.identity or ParticipantIdentity(s.server.state_kind, s.server.service, s.server.instance or "0", ""),
+                error=WorkerUnavailable(f"{s.address} was not called: {s.finding.name} {s.message}"),
+                duration=s.seconds,
+                tries=0,
+            )
+            for s in sightings
+            if not s.ok and (s.server.required or s.finding in MISTAKES)
+        ]
+        return list(found.members), missing
+
+    def _is_new(self, member: Member) -> bool:
+        known = self._incarnations.get(member.name)
+        incarnation = member.identity.incarnation_id
+        self._incarnations[member.name] = incarnation
+        if known is not None and known != incarnation:
+            self.events.add(EventKind.FINDING, f"replaced: {known} is now {incarnation}", participant=member.name)
+        return known != incarnation
+
+    async def announce(self, members: Sequence[Member], deadline: Deadline) -> list[Outcome[Any]]:
+        """Retire what is marked and not forgotten at participants that cannot know it yet."""
+        marks = [EpisodeId(rollout, attempt) for rollout, attempt in self.marks.items()]
+        outcomes: list[Outcome[Any]] = []
+        for batch in in_batches(marks if members else [], MAX_RETIRE):
+            outcomes += await self.ask(members, "Retire", self.retire_request("", batch), deadline)
+        return outcomes
+
+    def retire_request(self, checkpoint_id: str, episodes: Sequence[EpisodeId]) -> Request:
+        columns = wire.episode_list(episodes)
+        context = self.context(checkpoint_id)
+        return lambda member, seconds: participant_pb2.RetireRequest(context=context, episodes=columns)
+
+    async def unpin(self) -> None:
+        """Let the source of this run's restore go; a failure is an event, since a later publication voids it."""
+        if (pin := self.pin) is None:
+            return
+        try:
+            await in_thread(lambda: self.root.unpin(pin), "unpinning")
+            self.pin = None
+        except ControlError as error:
+            self.events.add(EventKind.RETENTION, f"{pin.checkpoint_id} is still pinned: {error}")
+
+    # ---- tasks that go on after their operation
+
+    def own(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """A task that belongs to this session: it is ended when the coordinator is left."""
+        task = self._loop.create_task(work, name=name)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+        return task
+
+    async def end_background(self, patience: float) -> None:
+        """Give what still runs `patience` seconds, then end it."""
+        if self.background:
+            await asyncio.wait(self.background, timeout=patience)
+        tasks = list(self.background)
+        for task in tasks:
+            task.cancel()
+        await until_done(tasks)
+
+
+def in_batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Cut a list into runs of at most `size`."""
+    return [items[i : i + size] for i in range(0, len(items), size)]

@@ -1,0 +1,354 @@
+"""One checkpoint as a block that always reopens the fleet. Source: coordination section 5.
+
+async with coordinator.checkpoint(deadline=120.0) as checkpoint:
+    report = await checkpoint.prepare(ready_within=30.0)
+    await checkpoint.commit(report.continued(in_flight))
+    await checkpoint.publish()
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from gym_ckpt_grpc.coordinator import ledger
+from gym_ckpt_grpc.coordinator.committing import Committing, Settled
+from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
+from gym_ckpt_grpc.coordinator.errors import CaptureFailed, CommitFailed, FleetError, NotPrepared, describe
+from gym_ckpt_grpc.coordinator.events import EventKind
+from gym_ckpt_grpc.coordinator.leaving import Leaving, leave_shielded
+from gym_ckpt_grpc.coordinator.member import Member
+from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
+from gym_ckpt_grpc.coordinator.preparing import Preparing
+from gym_ckpt_grpc.coordinator.publication import Publication
+from gym_ckpt_grpc.coordinator.reopening import Reopening
+from gym_ckpt_grpc.coordinator.report import EXCLUDED, RESTART, FleetReport
+from gym_ckpt_grpc.coordinator.result import CheckpointResult, Timing
+from gym_ckpt_grpc.coordinator.session import Session
+from gym_ckpt_grpc.coordinator.takeover import settle_open
+from gym_ckpt_grpc.coordinator.threads import in_thread
+from gym_ckpt_grpc.protocol.errors import ControlError, StaleController, UsageError
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.storage import AggregateManifest, Payload
+
+T = TypeVar("T")
+OnStop = Literal["close", "retire"]
+
+
+class Step(enum.Enum):
+    """How far a block has come."""
+
+    NEW = "new"
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    CAPTURED = "captured"
+    COMMITTED = "committed"
+    PUBLISHED = "published"
+    ENDED = "ended"
+
+
+class Checkpoint:
+    """One checkpoint of a fleet. Made by `Coordinator.checkpoint`; sends nothing before `prepare`.
+
+    report: what Prepare learned. outcomes: per operation, one outcome per participant called, the last one heard.
+    continued, restarts: what became of the scope. result: set when the block has ended. All hold what is known,
+    also after a failure.
+    """
+
+    def __init__(self, session: Session, checkpoint_id: str, deadline: float) -> None:
+        self.id = checkpoint_id
+        self.report = FleetReport(ready=False)
+        self.continued: tuple[EpisodeId, ...] = ()
+        self.restarts: dict[EpisodeId, str] = {}
+        self.result: CheckpointResult | None = None
+        self.timing = Timing()
+        self.stop = False
+        self.on_stop: OnStop = "close"
+        self.reopening: Reopening | None = None
+        self.publication = Publication(session.root, checkpoint_id, session.epoch)
+        self.step = Step.NEW
+        self.members: list[Member] = []
+        self._session = session
+        self._seconds = positive_seconds("deadline", deadline)
+        self._deadline = Deadline(self._seconds)
+        self._outcomes: dict[str, dict[str, Outcome[Any]]] = {}
+        self._scope: tuple[EpisodeId, ...] = ()
+        self._uri = ""
+        self._draft: ledger.Draft | None = None
+
+    @property
+    def outcomes(self) -> Mapping[str, list[Outcome[Any]]]:
+        """Operation -> outcomes, such as `outcomes["Commit"]`."""
+        return {operation: list(by_name.values()) for operation, by_name in self._outcomes.items()}
+
+    @property
+    def manifest(self) -> AggregateManifest | None:
+        """The aggregate manifest, once it is written."""
+        return self.publication.manifest
+
+    @property
+    def scope(self) -> tuple[EpisodeId, ...]:
+        """The scope given to `capture` or `commit`."""
+        return self._scope
+
+    def hear(self, outcomes: Iterable[Outcome[Any]]) -> None:
+        """Keep outcomes that were heard outside an operation."""
+        for outcome in outcomes:
+            self._hear(outcome)
+
+    # ---- the block
+
+    async def __aenter__(self) -> Self:
+        if self.step is not Step.NEW:
+            raise UsageError(f"checkpoint {self.id} was entered before")
+        self._session.enter(self.id, self)
+        self._deadline = Deadline(self._seconds)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leaving = Leaving(self._session, self)
+        try:
+            await leave_shielded(leaving.run, self._session.settings.exit_timeout, error)
+        finally:
+            self.step = Step.ENDED
+            self.result = leaving.result()
+            self._session.left()
+            if error is not None:
+                for note in leaving.notes:
+                    error.add_note(note)
+
+    # ---- operations
+
+    async def prepare(self, *, ready_within: float = 30.0) -> FleetReport:
+        """Close the fleet at a safe cut, stage by stage. May be called again after NotPrepared.
+
+        ready_within: seconds, divided over the stages. Raises NotPrepared (with the report), PrepareFailed,
+        DiscoveryFailed, LeaseLost, StaleController.
+        """
+        self._require("prepare", Step.NEW, Step.PREPARING)
+        positive_seconds("ready_within", ready_within)
+        with self._timed("prepare"):
+            return await self._guarded(self._prepare(ready_within))
+
+    async def capture(self, scope: Iterable[EpisodeId]) -> None:
+        """Freeze the records of the scope in memory. Optional: `commit` captures if nobody did.
+
+        Raises CaptureFailed, LeaseLost, StaleController; UsageError for a rollout that stands twice.
+        """
+        self._require("capture", Step.PREPARED)
+        self._take_scope(scope)
+        with self._timed("capture"):
+            await self._guarded(self._capture())
+
+    async def reopen(self) -> list[Outcome[Any]]:
+        """Reopen the fleet while records wait to be written: Resume(keep_write). After `capture` only.
+
+        The Commit must be sent within `lease_ttl` of it.
+        """
+        self._require("reopen", Step.CAPTURED)
+        self._session.check()
+        if self.reopening is None:
+            self.reopening = Reopening(self._session, self.id, self.members, keep_write=True)
+            outcomes = await self.reopening.run(self._deadline.within(self._session.settings.exit_timeout))
+            self.hear(outcomes)
+            self.timing.last_opened = self.reopening.last_open
+        return self.outcomes["Resume"]
+
+    async def commit(
+        self,
+        scope: Iterable[EpisodeId],
+        *,
+        trainer: Payload | None = None,
+        stop: bool = False,
+        on_stop: OnStop = "close",
+        reopen_when_captured: bool = False,
+        policy_versions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the scope everywhere; every record is durable afterwards. May be called again after CommitFailed.
+
+        trainer: state of the trainer's own, kept in the manifest. stop: the trainer ends after this checkpoint;
+        on_stop: whether the fleet then stays closed, or is reopened and the scope retired. Raises CaptureFailed,
+        CommitFailed, LeaseLost, StaleController; UsageError for another scope than the captured one.
+        """
+        self._require("commit", Step.PREPARED, Step.CAPTURED)
+        if on_stop not in ("close", "retire"):
+            raise UsageError(f"on_stop is {on_stop!r}; valid: 'close', 'retire'")
+        self._take_scope(scope)
+        self.stop, self.on_stop = stop, on_stop
+        if self.step is Step.PREPARED:
+            with self._timed("capture"):
+                await self._guarded(self._capture())
+        if reopen_when_captured:
+            await self.reopen()
+        with self._timed("commit"):
+            settled = await self._guarded(self._commit())
+        self._draft = ledger.Draft(
+            checkpoint_id=self.id,
+            run_id=self._session.run_id,
+            controller_id=self._session.controller_id,
+            epoch=self._session.epoch,
+            parts=settled.parts,
+            continued=self.continued,
+            restarts=self.restarts,
+            excluded=self.report.excluded,
+            trainer=trainer,
+            source_checkpoint=self._session.source_checkpoint,
+            policy_versions=policy_versions or {},
+        )
+        self.step = Step.COMMITTED
+
+    async def publish(self) -> int:
+        """Write the aggregate manifest and the sequence entry; returns its number. Again: the same number.
+
+        Raises PublishFailed (nothing is published), PublishUnknown (the same call again decides),
+        StaleController.
+        """
+        self._require("publish", Step.COMMITTED, Step.PUBLISHED)
+        self._session.check()
+        assert self._draft is not None
+        with self._timed("publish"):
+            try:
+                number = await self.publication.run(self._draft, self._deadline)
+            except StaleController as error:
+                self._session.note(error)
+                raise
+        self.step = Step.PUBLISHED
+        text = f"published as number {number}"
+        await self._session.unpin()
+        if self.publication.latest_error:
+            text += f"; LATEST was not moved: {self.publication.latest_error}"
+        self._session.events.add(EventKind.PUBLICATION, text, checkpoint_id=self.id)
+        return number
+
+    # ---- inside
+
+    async def _prepare(self, ready_within: float) -> FleetReport:
+        session = self._session
+        if self.step is Step.NEW:
+            found = await session.members(self._deadline)
+            if found.open_checkpoints():
+                await settle_open(session, found, self._deadline)
+            self.members = list(found.members)
+            self.report = FleetReport(ready=False, excluded=found.excluded)
+            self.timing.first_closed = time.monotonic()
+            self.step = Step.PREPARING
+        preparing = Preparing(session, self.id, self._hear)
+        excluded = self.report.excluded
+        taking_part = [member for member in self.members if member.name not in excluded]
+        try:
+            self.report = await preparing.run(taking_part, ready_within, self._deadline, self.report)
+        except NotPrepared as error:
+            self.report = error.report
+            raise
+        self.step = Step.PREPARED
+        return self.report
+
+    async def _capture(self) -> None:
+        members = self._taking_part()
+        captures = await self._committing().capture(members, self._deadline)
+        self._exclude(members, captures, CaptureFailed, "Capture")
+        self.step = Step.CAPTURED
+
+    async def _commit(self) -> Settled:
+        session, committing, members = self._session, self._committing(), self._taking_part()
+        if not self._uri:
+            write = self._intent(members)
+            try:
+                self._uri = await in_thread(write, "writing the intent", self._deadline)
+            except ControlError as error:
+                raise CommitFailed(f"the intent was not written: {error}") from error
+        if not self.reopening:
+            session.require_leases(self.id)
+        commits = await committing.commit(members, self._uri, self._deadline, stop=self.stop)
+        self._exclude(members, commits, CommitFailed, "Commit")
+        members = self._taking_part()
+        lists = await committing.lists(members, self._deadline)
+        self._exclude(members, lists, CommitFailed, "ListEpisodes")
+        names = {member.name for member in self._taking_part()}
+        settled = committing.settle(
+            *(self._good(operation, names) for operation in ("Capture", "Commit", "ListEpisodes"))
+        )
+        self.continued, self.restarts = settled.continued, dict(settled.restarts)
+        if self.report.excluded:
+            # Which rollouts an excluded server holds is not known: none of them continues.
+            self.restarts.update(dict.fromkeys(settled.continued, EXCLUDED))
+            self.continued = ()
+        for episode, reason in {**dict.fromkeys(self.report.restarts, RESTART), **self.report.set_aside}.items():
+            self.restarts.setdefault(episode, reason)
+        text = f"{len(self.continued)} continue, {len(self.restarts)} restart"
+        session.events.add(EventKind.COMMIT, text, checkpoint_id=self.id)
+        return settled
+
+    def _intent(self, members: list[Member]) -> Any:
+        session = self._session
+        return lambda: ledger.write_intent(
+            session.root,
+            self.id,
+            run_id=session.run_id,
+            controller_id=session.controller_id,
+            epoch=session.epoch,
+            members=members,
+            scope=self._scope,
+        )
+
+    def _committing(self) -> Committing:
+        return Committing(self._session, self.id, self._scope, self._hear)
+
+    def _taking_part(self) -> list[Member]:
+        return [member for member in self.members if member.name not in self.report.excluded]
+
+    def _good(self, operation: str, names: set[str]) -> list[Outcome[Any]]:
+        heard = self._outcomes.get(operation, {})
+        return [heard[member.name] for member in self.members if member.name in names and member.name in heard]
+
+    def _exclude(
+        self, members: list[Member], outcomes: list[Outcome[Any]], kind: type[FleetError], operation: str
+    ) -> None:
+        """Leave out optional members that failed; raise for required ones, with all outcomes."""
+        failed = failures(outcomes)
+        optional = {member.name for member in members if not member.required}
+        if any(outcome.name not in optional for outcome in failed):
+            raise kind(f"{operation} failed: {describe(failed)}", outcomes)
+        if failed:
+            reasons = {outcome.name: f"{operation} failed: {outcome.error}" for outcome in failed}
+            self.report = self.report.without(reasons)
+            for name, reason in reasons.items():
+                self._session.events.add(
+                    EventKind.FINDING, f"excluded: {reason}", checkpoint_id=self.id, participant=name
+                )
+
+    def _take_scope(self, scope: Iterable[EpisodeId]) -> None:
+        episodes = tuple(scope)
+        if len({episode.rollout_id for episode in episodes}) != len(episodes):
+            raise UsageError("the scope names a rollout twice")
+        if self.step is Step.CAPTURED and set(episodes) != set(self._scope):
+            raise UsageError("the scope is another one than was captured")
+        if self.step is Step.PREPARED:
+            self._scope = episodes
+
+    def _hear(self, outcome: Outcome[Any]) -> None:
+        self._outcomes.setdefault(outcome.operation, {})[outcome.name] = outcome
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        return await self._session.guarded(self.id, work)
+
+    @contextmanager
+    def _timed(self, operation: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            before = getattr(self.timing, operation)
+            setattr(self.timing, operation, before + time.monotonic() - begun)
+
+    def _require(self, operation: str, *steps: Step) -> None:
+        if self.step not in steps:
+            raise UsageError(f"{operation} is not possible now: checkpoint {self.id} is {self.step.value}")
+        if self._session.open_id != self.id:
+            raise UsageError(f"{operation} outside the block of checkpoint {self.id}")
