@@ -1,0 +1,138 @@
+"""The commands of `gym-ckpt`, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gym_ckpt_grpc.cli.access import FLEET_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, fleet_of, token_source
+from gym_ckpt_grpc.cli.exits import EXIT_HELP, Exit
+from gym_ckpt_grpc.cli.output import errors
+from gym_ckpt_grpc.coordinator import DiscoveryFailed, FleetInvalid
+from gym_ckpt_grpc.protocol.errors import (
+    GymCkptError,
+    InvalidArgument,
+    PermissionDenied,
+    StateNotFound,
+    Unauthenticated,
+    UsageError,
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Consistent checkpoints of reinforcement-learning rollouts, over every server that holds them.",
+    epilog=EXIT_HELP,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Root = Annotated[str, typer.Option("--root", help="The checkpoint root: a directory or a file:// URI.")]
+Checkpoint = Annotated[str, typer.Argument(help="A checkpoint id, or 'latest'.")]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option("--token-file", help=f"File with the bearer token; else {TOKEN_FILE_VARIABLE} or {TOKEN_VARIABLE}."),
+]
+FleetOption = Annotated[Path | None, typer.Option("--fleet", help=f"The fleet's YAML file; else {FLEET_VARIABLE}.")]
+
+_USAGE = (UsageError, FleetInvalid, InvalidArgument, StateNotFound)
+_UNREACHABLE = (DiscoveryFailed, Unauthenticated, PermissionDenied)
+
+
+def ended(command: Callable[[], Exit]) -> None:
+    """Run a command and exit with its code; an error of ours is one line on standard error, never a traceback."""
+    try:
+        code = command()
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        code = Exit.INTERRUPTED
+    except GymCkptError as error:
+        errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        code = Exit.USAGE if isinstance(error, _USAGE) else Exit.FAILED
+        code = Exit.UNREACHABLE if isinstance(error, _UNREACHABLE) else code
+    raise typer.Exit(int(code))
+
+
+def ended_async(command: Callable[[], Coroutine[Any, Any, Exit]]) -> None:
+    """The same for a coroutine; SIGTERM and SIGHUP end it as Ctrl-C does, so that servers it started end too."""
+
+    def run() -> Exit:
+        # A shell starts background jobs with SIGINT ignored; whoever sends it all the same means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+        return asyncio.run(command())
+
+    ended(run)
+
+
+@app.command()
+def demo(
+    as_json: Json = False,
+    rollouts: Annotated[int, typer.Option(min=4, help="Rollouts to run, half blackjack and half counter.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of tasks, cards and tokens.")] = 7,
+    keep: Annotated[Path | None, typer.Option(help="Keep plan, logs and checkpoints in this directory.")] = None,
+    leave_out: Annotated[
+        str, typer.Option(help="Negative control: restore every kind but this one, and see what that costs.")
+    ] = "",
+) -> None:
+    """Checkpoint rollouts in flight, kill every server, restore, finish, and compare with a run never killed."""
+    from gym_ckpt_grpc.cli.demo import demo as run
+
+    ended_async(lambda: run(rollouts=rollouts, seed=seed, keep=keep, leave_out=leave_out, as_json=as_json))
+
+
+@app.command()
+def up(
+    directory: Annotated[Path | None, typer.Option(help="Where it lives; a temporary directory by default.")] = None,
+    rollouts: Annotated[int, typer.Option(min=0, help="Rollouts to keep running in it.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Start a small Gym of real servers and keep it up until Ctrl-C, to try the other commands and grpcurl on."""
+    from gym_ckpt_grpc.cli.up import up as run
+
+    ended_async(lambda: run(directory=directory, rollouts=rollouts, as_json=as_json))
+
+
+@app.command()
+def status(
+    fleet: FleetOption = None,
+    token_file: TokenFileOption = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each server.")] = 10.0,
+    allow_insecure: Annotated[bool, typer.Option(help="Send the token in plain text beyond this host.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show where every participant stands. Changes nothing."""
+    from gym_ckpt_grpc.cli.status import status as run
+
+    async def command() -> Exit:
+        return await run(
+            fleet_of(fleet),
+            token_source(token_file),
+            timeout=timeout,
+            allow_insecure=allow_insecure,
+            as_json=as_json,
+        )
+
+    ended_async(command)
+
+
+@app.command()
+def show(root: Root, checkpoint: Checkpoint = "latest", as_json: Json = False) -> None:
+    """Show what a checkpoint holds."""
+    from gym_ckpt_grpc.cli.show import show as run
+
+    ended(lambda: run(root, checkpoint, as_json=as_json))
+
+
+@app.command()
+def verify(root: Root, checkpoint: Checkpoint = "latest", as_json: Json = False) -> None:
+    """Read every byte of a checkpoint; exit 1 if anything is damaged or missing."""
+    from gym_ckpt_grpc.cli.show import verify as run
+
+    ended(lambda: run(root, checkpoint, as_json=as_json))

@@ -1,0 +1,89 @@
+"""`gym-ckpt up`: a small Gym of real servers to try things on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+
+from gym_ckpt_grpc.cli.exits import Exit
+from gym_ckpt_grpc.cli.output import errors, people, print_json, table
+from gym_ckpt_grpc.minigym.deployment import SERVED_KINDS, Deployment
+from gym_ckpt_grpc.minigym.supervisor import Supervisor, Unhealthy
+from gym_ckpt_grpc.minigym.tasks import Task, make_tasks
+from gym_ckpt_grpc.minigym.trainer import Trainer
+
+FIRST_LIFE = 1
+
+
+async def up(*, directory: Path | None, rollouts: int, as_json: bool) -> Exit:
+    """Start it, print where everything is, and stay until interrupted or a server ends."""
+    temporary = directory is None
+    place = Path(tempfile.mkdtemp(prefix="gym-ckpt-up-")) if directory is None else directory
+    try:
+        plan_file = place / "minigym.json"
+        plan = Deployment.load(plan_file) if plan_file.exists() else Deployment.create(place)
+        async with Supervisor(plan.logs) as servers:
+            await servers.start(plan.specs(life=FIRST_LIFE))
+            _print(plan, servers, as_json=as_json)
+            return await _stay(plan, servers, rollouts)
+    except Unhealthy as error:
+        errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        return Exit.FAILED
+    finally:
+        if temporary:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+async def _stay(plan: Deployment, servers: Supervisor, rollouts: int) -> Exit:
+    """Keep `rollouts` running, until a server ends."""
+    ended = asyncio.create_task(servers.first_exit(), name="watch for exits")
+    try:
+        async with Trainer(plan.server("environment").url) as trainer:
+            for seed in itertools.count():
+                trainer.send(_named(task, seed) for task in make_tasks(rollouts, seed))
+                finished = asyncio.create_task(trainer.finish(), name="rollouts")
+                waits = {ended, finished} if rollouts else {ended}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finished.cancel()
+                if ended.done():
+                    errors.print(f"[red]a server ended:[/red] {ended.result()}", soft_wrap=True)
+                    return Exit.FAILED
+    finally:
+        ended.cancel()
+    return Exit.OK
+
+
+def _named(task: Task, round_number: int) -> Task:
+    """The same task under a rollout id of its own in each round."""
+    return Task(f"{round_number}-{task.rollout_id}", task.kind, task.seed, task.prompt, task.turns, task.setup)
+
+
+def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
+    described = {
+        "directory": plan.directory,
+        "fleet": str(plan.fleet_file),
+        "root": plan.root.as_uri(),
+        "token_file": str(plan.token_file("controller")),
+        "observer_token_file": str(plan.token_file("observer")),
+        "servers": [
+            {
+                "role": server.role,
+                "pid": servers.pids[server.role],
+                "url": server.url,
+                "control_address": server.control_address if server.role in SERVED_KINDS else "",
+            }
+            for server in plan.servers
+        ],
+    }
+    if as_json:
+        print_json(described)
+        return
+    rows = [[s["role"], str(s["pid"]), s["url"], s["control_address"]] for s in described["servers"]]  # type: ignore[index]
+    people.print(table("", ["server", "pid", "data plane", "control plane"], rows))
+    people.print(f"fleet  {described['fleet']}", soft_wrap=True)
+    people.print(f"root   {described['root']}", soft_wrap=True)
+    people.print(f"token  {described['token_file']}", soft_wrap=True)
+    people.print("up; Ctrl-C ends it")

@@ -1,0 +1,232 @@
+"""Pure ASGI middleware in front of a server's application: it asks a gate, and nothing else.
+
+    owner = ResourcesOwner(hooks, settings)
+    app = FastAPI()
+    app.add_exception_handler(ControlError, answer_refusal)
+    served = CheckpointMiddleware(app, owner.gate())
+
+No framework is imported. It takes the rollout prefix off the path, holds a request before its body reaches the
+application, notices a client that leaves meanwhile, answers refusals, and lets the gate hold replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from gym_ckpt_grpc.participants import CALLER, Caller, CallerLeft, Gate, GateRequest, Reply, Visit, refusal_reply
+from gym_ckpt_grpc.protocol.errors import ControlError, RolloutIdRequired, StaleAttempt
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BYPASS = ("/health", "/healthz", "/livez", "/readyz", "/metrics")
+"""Routes that always answer."""
+STATE_KEY = "gymckpt_episode"
+"""Where the episode of a request stands in the ASGI scope's `state`."""
+WATCHED_BODY = 64 << 10
+"""Bytes of a held request's body that are read ahead, to notice a client that leaves behind them."""
+
+log = logging.getLogger(__name__)
+
+
+def episode_of(scope: Mapping[str, Any]) -> EpisodeId:
+    """The episode of a request, from its rollout prefix. Raises RolloutIdRequired if it has none."""
+    episode = (scope.get("state") or {}).get(STATE_KEY)
+    if isinstance(episode, EpisodeId):
+        return episode
+    raise RolloutIdRequired("the request names no rollout: send it under the rollout prefix")
+
+
+class CheckpointMiddleware:
+    """Puts a gate in front of an application. With checkpointing off it is not installed at all.
+
+    bypass: further paths, behind the rollout prefix, that are never held. Installing it twice with the same gate
+    changes nothing.
+    """
+
+    def __init__(self, app: App, gate: Gate, *, bypass: Sequence[str] = ()) -> None:
+        self._app = app.inner_of(gate) if isinstance(app, CheckpointMiddleware) else app
+        self._gate = gate
+        self._bypass = frozenset((*BYPASS, *bypass))
+
+    def inner_of(self, gate: Gate) -> App:
+        """The application behind this middleware, if it asks the same gate; else this middleware itself."""
+        return self._app if gate is self._gate else self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reply = _ReplySender(send, self._gate)
+        try:
+            episode, path = self._gate.names.split(scope["path"])
+            inner = _inner_scope(scope, episode, path)
+            if path in self._bypass:
+                await self._app(inner, receive, reply)
+            else:
+                await self._visit(inner, receive, reply, episode)
+        except CallerLeft:
+            return  # nobody is there to be answered
+        except ControlError as error:
+            if reply.begun:
+                raise
+            await _send_refusal(error, reply)
+
+    async def _visit(self, scope: Scope, receive: Receive, reply: _ReplySender, episode: EpisodeId | None) -> None:
+        """Enter the gate, run the application, leave the gate."""
+        body = _WatchedBody(receive)
+        token = CALLER.set(body.caller)
+        try:
+            visit = await self._gate.enter(_request(scope, episode))
+            reply.visit = visit
+            try:
+                await self._app(scope, body, reply)
+            except asyncio.CancelledError:
+                if not visit.absorbs():
+                    raise
+                if reply.begun:
+                    # Too late for an answer: the server cuts the connection of a reply that ends half way.
+                    log.info("%s was retired in the middle of a reply", episode)
+                    return
+                raise StaleAttempt(f"attempt {episode} was retired while it was served") from None
+            finally:
+                reply.visit = Visit()
+                visit.leave()
+        finally:
+            CALLER.reset(token)
+            await body.close()
+
+
+class _ReplySender:
+    """The application's `send`: adds the gate's headers, and lets the visit hold what is sent."""
+
+    def __init__(self, send: Send, gate: Gate) -> None:
+        self.begun = False
+        self.visit = Visit()
+        self._send = send
+        self._gate = gate
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            head = Reply(message["status"], _decode(message.get("headers", ())), dict(self._gate.reply_headers()))
+            await self.visit.starting(head)
+            added = [(name.lower().encode(), value.encode()) for name, value in head.add.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
+            self.begun = True
+        elif message["type"] == "http.response.body":
+            await self.visit.sending(message.get("body", b""))
+        await self._send(message)
+
+
+class _WatchedBody:
+    """The application's `receive`. While the request is held it reads ahead, to notice that the client left.
+
+    What it read is given to the application afterwards, unchanged. A receive under way is never cancelled while
+    the request lives, so no message is lost.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.caller = Caller(on_hold=self._start)
+        self._receive = receive
+        self._messages: deque[Message] = deque()
+        self._watch: asyncio.Task[None] | None = None
+        self._arrived = asyncio.Event()
+
+    async def __call__(self) -> Message:
+        while not self._messages and self._watch is not None and not self._watch.done():
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._messages.popleft() if self._messages else await self._receive()
+
+    def _start(self) -> None:
+        self._watch = asyncio.create_task(self._read_ahead())
+
+    async def _read_ahead(self) -> None:
+        size = 0
+        try:
+            while size < WATCHED_BODY:
+                message = await self._receive()
+                self._messages.append(message)
+                self._arrived.set()
+                if message["type"] == "http.disconnect":
+                    self.caller.leave()
+                    return
+                size += len(message.get("body", b""))
+        finally:
+            self._arrived.set()
+
+    async def close(self) -> None:
+        """The request has ended: watch no more."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+            if not self._watch.cancelled():
+                self._watch.exception()  # the application has met the same, or has ended before it
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+
+class Refusal:
+    """A ControlError as an ASGI response."""
+
+    def __init__(self, error: ControlError) -> None:
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _send_refusal(self._error, send)
+
+
+async def answer_refusal(request: object, error: Exception) -> Refusal:
+    """An exception handler for FastAPI and Starlette: `app.add_exception_handler(ControlError, answer_refusal)`.
+
+    Raises what is no ControlError again.
+    """
+    if not isinstance(error, ControlError):
+        raise error
+    return Refusal(error)
+
+
+async def _send_refusal(error: ControlError, send: Send) -> None:
+    status, headers, body = refusal_reply(error)
+    headers["content-length"] = str(len(body))
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+# ---- taking a scope apart --------------------------------------------------------------------------------
+
+
+def _inner_scope(scope: Scope, episode: EpisodeId | None, path: str) -> Scope:
+    """The scope as the application sees it: without the rollout prefix, with the episode in its state."""
+    if episode is None:
+        return scope
+    raw = scope.get("raw_path") or scope["path"].encode()
+    tail = path.encode()
+    raw = tail if raw.endswith(tail) else b"/" + b"/".join(raw.split(b"/")[3:])
+    state = {**(scope.get("state") or {}), STATE_KEY: episode}
+    return {**scope, "path": path, "raw_path": raw, "state": state}
+
+
+def _request(scope: Scope, episode: EpisodeId | None) -> GateRequest:
+    return GateRequest(scope["method"], scope["path"], episode, _decode(scope["headers"]), scope)
+
+
+def _decode(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Headers by lower-case name; values of one name are joined, as HTTP allows."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        if key in found:
+            text = f"{found[key]}{'; ' if key == 'cookie' else ', '}{text}"
+        found[key] = text
+    return found

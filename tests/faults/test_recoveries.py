@@ -1,0 +1,160 @@
+"""What happens to a fleet of real processes when one of them, or the controller, goes away in a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from gym_ckpt_grpc.coordinator import CommitFailed, Coordinator, Fleet, FleetError
+from gym_ckpt_grpc.protocol import ControlError
+from gym_ckpt_grpc.storage import CheckpointRoot
+from gymckpt.v1 import participant_pb2 as pb
+from tests.faults.harness import Participants, participants
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+LEASE = 2.0
+KEEPALIVE = 15.0
+"""Seconds until a server gives up a connection whose client answers no ping (protocol section 4)."""
+SLACK = 5.0
+"""What a loaded machine may add."""
+
+
+def coordinator(fleet: Participants, controller: str = "test") -> Coordinator:
+    return Coordinator(
+        Fleet.from_yaml(fleet.fleet_file), root=fleet.root.as_uri(), controller_id=controller, lease_ttl=LEASE
+    )
+
+
+@pytest.mark.behaviour("C120", "C235")
+async def test_a_killed_controller_costs_one_lease(tmp_path: Path) -> None:
+    """Nobody calls Resume: each participant reopens by itself, and nothing is published."""
+    with participants(tmp_path, "policy_model", "resources") as fleet:
+        controller = fleet.controller(lease=LEASE)
+        assert await fleet.phase("resources") == pb.PHASE_PREPARED
+        controller.kill()
+        for kind in ("policy_model", "resources"):
+            assert await fleet.seconds_until_idle(kind, 30) <= LEASE + SLACK
+        assert list(CheckpointRoot(str(fleet.root)).published()) == []
+
+
+@pytest.mark.behaviour("C123")
+async def test_a_stopped_controller_costs_a_lease_and_the_keepalive(tmp_path: Path) -> None:
+    """SIGSTOP inside a Prepare that waits: its connection looks alive to the kernel, but answers no ping."""
+    with participants(tmp_path, "policy_model") as fleet:
+        fleet.processes["policy_model"].tell("run r")
+        controller = fleet.controller(lease=LEASE, wait_in="preparing")
+        async with fleet.stub("policy_model") as stub:
+            async for reply in stub.WatchStatus(pb.WatchStatusRequest(), timeout=30):
+                if reply.status.phase == pb.PHASE_PREPARING:
+                    break
+        controller.signal(signal.SIGSTOP)
+        try:
+            waited = await fleet.seconds_until_idle("policy_model", 60)
+            assert waited <= LEASE + KEEPALIVE + SLACK
+            assert waited >= LEASE / 2  # not at once: the lease is honoured
+        finally:
+            controller.signal(signal.SIGCONT)
+            controller.kill()
+
+
+@pytest.mark.behaviour("C215", "C217")
+async def test_a_participant_restarted_after_prepare_fails_the_commit_by_name(tmp_path: Path) -> None:
+    """INCARNATION_CHANGED, not an odd phase error; nothing published; the others are open again."""
+    with participants(tmp_path, "policy_model", "resources") as fleet:
+        async with coordinator(fleet) as control:
+            with pytest.raises((CommitFailed, FleetError, ControlError)) as failed:
+                async with control.checkpoint(deadline=20) as checkpoint:
+                    await checkpoint.prepare(ready_within=10)
+                    address = fleet.addresses["resources"]
+                    fleet.processes["resources"].kill()
+                    fleet.start("resources", address)
+                    await checkpoint.commit([])
+        assert "INCARNATION_CHANGED" in str(failed.value)
+        assert "resources/scripted/0" in str(failed.value)
+        assert await fleet.phase("policy_model") == pb.PHASE_IDLE
+        assert list(CheckpointRoot(str(fleet.root)).published()) == []
+
+
+async def test_a_participant_killed_for_good_fails_the_commit_and_frees_the_rest(tmp_path: Path) -> None:
+    """It is named; the others reopen at once and do not wait for it."""
+    with participants(tmp_path, "policy_model", "resources") as fleet:
+        async with coordinator(fleet) as control:
+            with pytest.raises((FleetError, ControlError)) as failed:  # LeaseLost, or the Commit's own failure
+                async with control.checkpoint(deadline=6) as checkpoint:
+                    await checkpoint.prepare(ready_within=5)
+                    fleet.processes["resources"].kill()
+                    await checkpoint.commit([])
+            assert "resources/scripted/0" in str(failed.value)
+            assert await fleet.phase("policy_model") == pb.PHASE_IDLE
+
+
+@pytest.mark.behaviour("C19", "C240")
+async def test_a_second_controller_takes_over_and_the_first_is_refused(tmp_path: Path) -> None:
+    """The newer epoch ends what it finds open; the older controller publishes nothing."""
+    with participants(tmp_path, "policy_model") as fleet:
+        first = fleet.controller(lease=60)
+        first.signal(signal.SIGSTOP)
+        try:
+            async with coordinator(fleet, "second") as second:
+                assert await fleet.phase("policy_model") == pb.PHASE_IDLE
+                async with second.checkpoint(deadline=20) as checkpoint:
+                    await checkpoint.prepare(ready_within=10)
+                    await checkpoint.commit([])
+                    await checkpoint.publish()
+            first.signal(signal.SIGCONT)
+            first.tell("go on", answer=False)
+            assert first.popen.wait(60) != 0
+        finally:
+            first.kill()
+        [only] = CheckpointRoot(str(fleet.root)).published()
+        assert only.publication.checkpoint_id == checkpoint.id
+
+
+@pytest.mark.behaviour("C114", "C225")
+async def test_a_resume_that_does_not_open_is_pending_and_the_publication_stands(tmp_path: Path) -> None:
+    """The opening hook hangs: the checkpoint is published all the same, and the result names the participant."""
+    with participants(tmp_path, "policy_model") as fleet:
+        control = Coordinator(
+            Fleet.from_yaml(fleet.fleet_file), root=fleet.root.as_uri(), lease_ttl=LEASE, exit_timeout=2.0
+        )
+        async with control:
+            async with control.checkpoint(deadline=20) as checkpoint:
+                await checkpoint.prepare(ready_within=10)
+                await checkpoint.commit([])
+                await checkpoint.publish()
+                fleet.processes["policy_model"].tell("swallow")
+            assert checkpoint.result is not None
+            assert checkpoint.result.state.name == "PUBLISHED"
+            assert [str(identity) for identity in checkpoint.result.resume_pending] == ["policy_model/scripted/0"]
+            assert await fleet.phase("policy_model") == pb.PHASE_RESUMING
+
+
+@pytest.mark.behaviour("C190")
+async def test_a_blocked_event_loop_is_found_silent_within_the_deadline(tmp_path: Path) -> None:
+    """Liveness is a GetStatus with a deadline: keepalive does not see a blocked loop."""
+    with participants(tmp_path, "policy_model") as fleet:
+        fleet.processes["policy_model"].tell("block 8", answer=False)
+        await asyncio.sleep(0.3)  # the line reaches the other process; nothing else can tell
+        control = Coordinator(Fleet.from_yaml(fleet.fleet_file), root=fleet.root.as_uri(), discovery_timeout=2.0)
+        with pytest.raises(FleetError, match="2.*SILENT|SILENT.*2|DOWN"):
+            async with control:
+                pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("where", ["port", "socket"])
+async def test_a_second_process_on_the_same_address_does_not_start(where: str, tmp_path: Path) -> None:
+    """The first one goes on serving; the second ends with an error that names the address."""
+    with participants(tmp_path) as fleet:
+        wanted = "127.0.0.1:0" if where == "port" else f"unix:{tmp_path}/s.sock"
+        first = fleet.start("policy_model", wanted)
+        address = fleet.addresses["policy_model"]
+        with pytest.raises(AssertionError, match="ended with 1"):
+            fleet.start("policy_model", address)
+        fleet.processes["second"] = fleet.processes["policy_model"]
+        fleet.processes["policy_model"] = first
+        fleet.addresses["policy_model"] = address
+        assert await fleet.phase("policy_model") == pb.PHASE_IDLE
