@@ -1,0 +1,36 @@
+"""The four owners of a rollout's state, and the gate in front of each."""
+
+from gym_ckpt_grpc.participants.admission import CALLER as CALLER
+from gym_ckpt_grpc.participants.admission import Admission as Admission
+from gym_ckpt_grpc.participants.admission import Caller as Caller
+from gym_ckpt_grpc.participants.admission import CallerLeft as CallerLeft
+from gym_ckpt_grpc.participants.admission import Gate as Gate
+from gym_ckpt_grpc.participants.admission import GateRequest as GateRequest
+from gym_ckpt_grpc.participants.admission import Reply as Reply
+from gym_ckpt_grpc.participants.admission import Visit as Visit
+from gym_ckpt_grpc.participants.agent import AgentOwner as AgentOwner
+from gym_ckpt_grpc.participants.agent import AgentSettings as AgentSettings
+from gym_ckpt_grpc.participants.agent_sessions import AgentHooks as AgentHooks
+from gym_ckpt_grpc.participants.agent_sessions import RestoredSession as RestoredSession
+from gym_ckpt_grpc.participants.agent_sessions import SessionContext as SessionContext
+from gym_ckpt_grpc.participants.environment import EnvironmentOwner as EnvironmentOwner
+from gym_ckpt_grpc.participants.environment import EnvironmentSettings as EnvironmentSettings
+from gym_ckpt_grpc.participants.episode_context import EpisodeContext as EpisodeContext
+from gym_ckpt_grpc.participants.names import DataPlaneNames as DataPlaneNames
+from gym_ckpt_grpc.participants.policy_client import PolicyClient as PolicyClient
+from gym_ckpt_grpc.participants.policy_client import PolicyReply as PolicyReply
+from gym_ckpt_grpc.participants.policy_client import PolicyRequest as PolicyRequest
+from gym_ckpt_grpc.participants.policy_model import PolicyModelOwner as PolicyModelOwner
+from gym_ckpt_grpc.participants.refusals import raise_refusal as raise_refusal
+from gym_ckpt_grpc.participants.refusals import refusal_reply as refusal_reply
+from gym_ckpt_grpc.participants.resource_sessions import session_from_cookie as session_from_cookie
+from gym_ckpt_grpc.participants.resource_sessions import session_from_header as session_from_header
+from gym_ckpt_grpc.participants.resources import ResourcesOwner as ResourcesOwner
+from gym_ckpt_grpc.participants.resources import ResourcesSettings as ResourcesSettings
+from gym_ckpt_grpc.participants.steps import StepMode as StepMode
+from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks as ResourcesHooks
+from gym_ckpt_grpc.participants.verify_mode import ResourcesMode as ResourcesMode
+from gym_ckpt_grpc.participants.verify_mode import RestoredState as RestoredState
+from gym_ckpt_grpc.participants.verify_mode import VerifyMode as VerifyMode
+from gym_ckpt_grpc.participants.verify_mode import declared_mode as declared_mode
+from gym_ckpt_grpc.participants.verify_mode import declared_verify as declared_verify

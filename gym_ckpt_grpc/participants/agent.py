@@ -1,0 +1,325 @@
+"""`AgentOwner`: the native sessions of an agent server. Source: participants section 9.
+
+Route handlers call `seed`, `invoke` and `close_session`. Legacy runs and restart-only agents come on top.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from gym_ckpt_grpc.control.budget import Budget
+from gym_ckpt_grpc.control.ports import Closing, EpisodeListKind, Opening, OwnerDefaults, OwnerPort, RecordBatch
+from gym_ckpt_grpc.participants.activations import Invocation
+from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, Held
+from gym_ckpt_grpc.participants.agent_sessions import AgentHooks, CloseReceipts, Session, SessionContext
+from gym_ckpt_grpc.participants.agent_state import AgentState, StagedSessions, at_boundaries
+from gym_ckpt_grpc.participants.blocking import Blocking, Clock
+from gym_ckpt_grpc.participants.gates import RouteGate
+from gym_ckpt_grpc.participants.names import DataPlaneNames
+from gym_ckpt_grpc.participants.reports import batches, make_report, run_side_by_side
+from gym_ckpt_grpc.participants.seeds import Seed, Seeds
+from gym_ckpt_grpc.participants.session_table import SessionTable
+from gym_ckpt_grpc.participants.steps import StepTracker
+from gym_ckpt_grpc.participants.task_identity import digest_of
+from gym_ckpt_grpc.protocol.errors import InvalidArgument, RetireIncomplete, StaleAttempt, StateNotFound
+from gym_ckpt_grpc.protocol.identity import ParticipantKind
+from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
+from gym_ckpt_grpc.protocol.report import BlockerReason, PrepareReport
+from gym_ckpt_grpc.storage import Record
+
+T = TypeVar("T")
+Loop = Callable[[SessionContext, Any], Awaitable[Any]]
+"""An agent's loop: (session, loop state to continue at or None) -> JSON-able reply."""
+
+SETTLE_TURNS = 4
+"""Turns of the loop after a close, so that replies already on the wire are read and kept before the cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """close_receipts_for: seconds that a late seed of a closed session is refused, 0 and up."""
+
+    close_receipts_for: float = 300.0
+    max_waiting: int = MAX_WAITING
+
+
+class AgentOwner(OwnerDefaults):
+    """Owns native sessions: their author's state, boundary, and activation index."""
+
+    kind = ParticipantKind.AGENT
+
+    def __init__(
+        self,
+        hooks: AgentHooks,
+        settings: AgentSettings | None = None,
+        *,
+        names: DataPlaneNames | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.settings = settings or AgentSettings()
+        self.names = names or DataPlaneNames()
+        self.admission = Admission(max_waiting=self.settings.max_waiting, clock=clock)
+        self._blocking = Blocking(clock)
+        self._steps = StepTracker(self.admission, self._blocking)
+        self._sessions: SessionTable[Session] = SessionTable()
+        self._seeds = Seeds(self.admission, self._blocking)
+        self._receipts = CloseReceipts(self.settings.close_receipts_for, clock)
+        self._state = AgentState(hooks, self.admission, self._blocking, self._steps, self._sessions, self._seeds)
+
+    # ---- seeding
+
+    async def seed(self, episode: EpisodeId, key: str, body: Any, build: Callable[[], Awaitable[Any]]) -> Any:
+        """Seed a session once and give the reply; the same seed again gets the same reply and builds nothing.
+
+        key: the session's id. body: JSON-able, what makes a seed the same. build: builds the author's state and
+        gives the JSON-able reply. Held while closed. Raises StaleAttempt (retired, closed, or another episode's
+        session), InvalidArgument (another body), and what `build` raises.
+        """
+        digest = digest_of(body)
+        while True:
+            admitted = await self.admission.admit(lambda: self._admit_seed(episode, key, digest), episode)
+            if not isinstance(admitted, _Building):
+                return admitted.seed["reply"]
+            with admitted.counted:
+                if admitted.before is not None:
+                    await asyncio.wait({admitted.before})
+                    continue  # and look again
+                return await self._build(episode, key, digest, build)
+
+    def _admit_seed(self, episode: EpisodeId, key: str, digest: str) -> Any:
+        self.admission.check_mark(episode)
+        self._receipts.check_seed(key, episode)
+        session = self._sessions.get(key)
+        if self.admission.closed or (session is not None and session.deleting):
+            return HELD
+        if session is None:
+            return _Building(self._seeds.begin(episode, key, "seed"), self._seeds.building(key))
+        self._check_session(session, episode)
+        if session.seed and session.seed["digest"] != digest:
+            raise InvalidArgument(f"session {key} was seeded with another body", episodes=[episode])
+        self._sessions.claim(episode)
+        return session
+
+    async def _build(self, episode: EpisodeId, key: str, digest: str, build: Callable[[], Awaitable[Any]]) -> Any:
+        """Build and register; a session whose attempt was retired meanwhile is freed before the seed ends."""
+        with self._seeds.build(key):
+            reply = await build()
+            session = Session(key, episode, {"digest": digest, "reply": reply})
+            self._sessions.add(session)
+            if self.admission.refuses(episode):
+                self._state.mark_retired(session)
+                await self._state.free(session)
+                self.admission.check_mark(episode)
+            return reply
+
+    # ---- activations
+
+    async def invoke(self, episode: EpisodeId, key: str, loop: Loop, *, index: str | None = None) -> Any:
+        """Run one activation of a session and give its reply.
+
+        index: value of the activation header, or None. The last completed one gets its recorded reply, the running
+        one is joined. An activation with an index outlives a caller that goes away. Raises StateNotFound (no such
+        session), StaleAttempt, InvalidArgument (busy, or an illegal index), and what `loop` raises.
+        """
+        invocation, number, session = await self.admission.admit(
+            lambda: self._admit_invocation(episode, key, loop, index), episode
+        )
+        if invocation is Invocation.RECORDED:
+            return session.index.reply
+        activation = session.activation
+        assert activation is not None, "a running session has its task"
+        return await self._reply_of(session, activation, outlives=number is not None)
+
+    def _admit_invocation(
+        self, episode: EpisodeId, key: str, loop: Loop, index: str | None
+    ) -> tuple[Invocation, int | None, Session] | Literal[Held.HELD]:
+        self.admission.check_mark(episode)
+        session = self._sessions.get(key)
+        if session is None:
+            raise StateNotFound(f"there is no session {key}", episodes=[episode])
+        if session.deleting:
+            return HELD
+        self._check_session(session, episode)
+        invocation, number = session.index.judge(index, busy=session.activation is not None)
+        self._sessions.claim(episode)
+        if invocation is Invocation.RUN:
+            self._start(session, loop, number)
+        return invocation, number, session
+
+    def _start(self, session: Session, loop: Loop, number: int | None) -> None:
+        """Start an activation in a task that the session owns, and count it at once."""
+        continuation, session.continuation = session.continuation, None
+        task = asyncio.create_task(self._activation(session, loop, continuation, number))
+        session.live = self._steps.begin(session.key, session.episode, boundary=continuation, task=task)
+        session.activation, session.index.running = task, number
+        # A callback, since a task cancelled before its first turn runs no `finally`.
+        task.add_done_callback(lambda _: self._activation_over(session))
+
+    async def _activation(self, session: Session, loop: Loop, continuation: Any, number: int | None) -> Any:
+        assert session.live is not None, "set before the task's first turn"
+        reply = await loop(SessionContext(session, session.live, self._steps), continuation)
+        session.index.complete(number, reply)
+        return reply
+
+    def _activation_over(self, session: Session) -> None:
+        live, session.live, session.activation, session.index.running = session.live, None, None, None
+        session.restored_replies.clear()
+        session.kept.clear()
+        if live is not None:
+            live.keep_blocking = session.retired or session.closing is not None
+            self._steps.end(live)
+
+    async def _reply_of(self, session: Session, activation: asyncio.Task[Any], *, outlives: bool) -> Any:
+        try:
+            await asyncio.wait({activation})
+        except asyncio.CancelledError:
+            if not outlives:
+                activation.cancel()
+                await asyncio.wait({activation})
+            raise
+        failed = activation.cancelled() or activation.exception() is not None
+        if session.retired or (failed and (activation.cancelled() or session.closing is not None)):
+            raise StaleAttempt(f"session {session.key} was stopped", episodes=[session.episode])
+        return activation.result()
+
+    def _check_session(self, session: Session, episode: EpisodeId) -> None:
+        if session.episode != episode or session.retired or session.closing is not None:
+            raise StaleAttempt(f"session {session.key} is not one of {episode} any more", episodes=[episode])
+
+    # ---- closing a session
+
+    async def close_session(
+        self, episode: EpisodeId, key: str, free: Callable[[], Awaitable[Any]] | None = None
+    ) -> Any:
+        """Stop a session's activation, free it and forget it. Repeats succeed, and get the first one's reply.
+
+        free: frees the author's state and gives the reply; runs once, after the activation has ended. Admitted
+        while closed; blocks until done. One that a retire frees is left to the retire.
+        """
+        session = self._sessions.get(key)
+        if session is None or session.episode != episode or session.retired:
+            return self._receipts.get(key, episode)
+        if session.closing is not None:
+            await asyncio.wait({session.closing})
+            return self._receipts.get(key, episode)
+        session.closing = asyncio.get_running_loop().create_future()
+        self._sessions.claim(episode)
+        self._blocking.set(key, BlockerReason.RUNNING, episode, "close")
+        self.admission.changed()
+        try:
+            await self._stop(session)
+            reply = await free() if free is not None and not session.retired else None
+        except BaseException:
+            self._reopen(session)
+            raise
+        self._receipts.add(key, episode, reply)
+        session.closing.set_result(None)
+        if not session.retired:
+            self._sessions.remove(session)
+            self._blocking.clear(key)
+            self.admission.changed()
+        return reply
+
+    async def _stop(self, session: Session) -> None:
+        live = session.live
+        if live is not None:
+            live.runs.cancel()
+            await asyncio.wait({live.ended})
+
+    def _reopen(self, session: Session) -> None:
+        """A close that failed half way leaves the session as it is, to be closed again or retired."""
+        closing, session.closing = session.closing, None
+        if closing is not None and not closing.done():
+            closing.set_result(None)
+        if session.live is None and not session.retired:
+            self._blocking.clear(session.key)
+            self.admission.changed()
+
+    def gate(self, *, passing: Sequence[str] = ()) -> RouteGate:
+        """The gate of an agent server's middleware: seeds are held there, sessions park in their loop.
+
+        passing: further routes that are admitted while closed.
+        """
+        return RouteGate(self.admission, self.names, passing=("/v1/responses", "/close_session", *passing))
+
+    # ---- StateOwner
+
+    def attach(self, port: OwnerPort) -> None:
+        self.admission.attach(port)
+
+    async def close_admission(self, closing: Closing) -> None:
+        self.admission.close()
+        self._steps.close()
+        for _ in range(SETTLE_TURNS):
+            await asyncio.sleep(0)
+
+    async def open_admission(self, opening: Opening) -> None:
+        self.admission.open()
+        self._steps.open()
+
+    def is_ready(self) -> bool:
+        return not self._blocking
+
+    def report(self, limit: int) -> PrepareReport:
+        counts = {"sessions": len(self._sessions), **at_boundaries(self._steps), **self.admission.counts()}
+        return make_report(limit, self._blocking, self._steps.restarts(), counts)
+
+    async def list_episodes(self, which: EpisodeListKind) -> AsyncIterator[Sequence[EpisodeId]]:
+        found = {
+            EpisodeListKind.BLOCKING: self._blocking.episodes,
+            EpisodeListKind.RESTART: self._steps.restarts,
+            EpisodeListKind.RESTORED_PENDING: self._sessions.pending,
+        }[which]()
+        for batch in batches(found):
+            yield batch
+
+    async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
+        async for records in self._state.export(scope):
+            yield RecordBatch(records)
+
+    async def stage(self, records: Sequence[Record], scope: RestoreScope) -> StagedSessions:
+        return await self._state.stage(records, scope)
+
+    async def activate(self, staged: StagedSessions) -> None:
+        for session in staged.sessions:
+            self._sessions.add(session, pending=True)
+
+    async def discard(self, staged: StagedSessions) -> None:
+        await self._state.discard(staged)
+
+    async def retire(self, episode: EpisodeId, budget: Budget) -> None:
+        self.admission.wake(episode.rollout_id)
+        for session in self._sessions.covered_by(episode):
+            self._state.mark_retired(session)
+        await self._seeds.wait(episode, budget)
+        await run_side_by_side(self._state.retire(each, budget) for each in self._sessions.covered_by(episode))
+
+    def check_forget(self, rollout_id: str, through_attempt: int) -> None:
+        left = [
+            each.episode
+            for each in self._sessions.of_rollout(rollout_id)
+            if each.retired and each.episode.attempt <= through_attempt
+        ]
+        if left:
+            raise RetireIncomplete(f"{left[0]} is not freed yet", episodes=left)
+
+    def forget(self, rollout_id: str, through_attempt: int) -> None:
+        self._receipts.forget(rollout_id, through_attempt)
+
+    def restored_pending(self) -> frozenset[EpisodeId]:
+        return frozenset(self._sessions.pending())
+
+    async def delete_restored(self, episode: EpisodeId) -> None:
+        await self._state.delete_restored(episode)
+
+
+@dataclass(frozen=True, slots=True)
+class _Building:
+    """A seed that is counted. before: the same session is being built by another seed; wait for its end."""
+
+    counted: Seed
+    before: asyncio.Future[None] | None

@@ -1,0 +1,158 @@
+"""Native agent sessions: what the owner keeps of each, and what its loop is given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gym_ckpt_grpc.participants.activations import ActivationIndex
+from gym_ckpt_grpc.participants.blocking import Clock
+from gym_ckpt_grpc.participants.steps import Live, StepTracker
+from gym_ckpt_grpc.protocol.errors import StaleAttempt
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredSession:
+    """A session to install: its key, the episode it belongs to from now on, and the state its author exported."""
+
+    key: str
+    episode: EpisodeId
+    state: Any
+
+
+class AgentHooks(Protocol):
+    """What the author of an agent writes. All of a checkpoint or restore comes in one call."""
+
+    async def export_sessions(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """State of each session, JSON-able and not changed afterwards."""
+
+    async def restore_sessions(self, sessions: Sequence[RestoredSession]) -> None:
+        """Check all, then install all. Raise InvalidState naming an episode whose state is unusable."""
+
+    async def retire_session(self, key: str) -> None:
+        """Free a session; must tolerate repeats and keys it never saw."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One native session. continuation: loop state for the first activation after a restore, or None.
+
+    seed: digest of the seed's body and the reply it got. kept: replies that came while closed, by request digest.
+    restored_replies: those of the crashed attempt, each good for one equal request.
+    """
+
+    key: str
+    episode: EpisodeId
+    seed: dict[str, Any] = field(default_factory=dict)
+    continuation: Any = None
+    index: ActivationIndex = field(default_factory=ActivationIndex)
+    live: Live | None = None
+    activation: asyncio.Task[Any] | None = None
+    closing: asyncio.Future[None] | None = None
+    """Set while it is being closed; done when that has ended."""
+    retired: bool = False
+    deleting: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)
+    restored_replies: dict[str, Any] = field(default_factory=dict)
+
+
+class SessionContext:
+    """One activation of a session, as its loop sees it."""
+
+    def __init__(self, session: Session, live: Live, steps: StepTracker) -> None:
+        self._session = session
+        self._live = live
+        self._steps = steps
+        self.waiting_policy = 0
+        """Policy calls under way. Parallel ones count as one wait: between them the loop must have no effect."""
+
+    @property
+    def key(self) -> str:
+        return self._session.key
+
+    @property
+    def episode(self) -> EpisodeId:
+        return self._session.episode
+
+    async def boundary(self, state: Any) -> None:
+        """Record where the loop is; while a checkpoint is open, wait here until it is over.
+
+        state: JSON-able, or a function that is called only if a checkpoint exports the session, and must then give
+        the loop state as of this call: pin list lengths, copy nothing. Raises StaleAttempt if retired.
+        """
+        await self._steps.boundary(self._live, state)
+
+    # ---- for PolicyClient
+
+    @property
+    def checkpoint_open(self) -> bool:
+        return self._steps.admission.closed
+
+    def take_restored_reply(self, digest: str) -> Any:
+        """The reply that the crashed attempt had for an equal request, once; None if it had none."""
+        return self._session.restored_replies.pop(digest, None)
+
+    def begin_waiting(self) -> None:
+        """From now on the last boundary stands for the session."""
+        self.waiting_policy += 1
+        self._steps.enter_replay(self._live, "policy")
+
+    def end_waiting(self) -> None:
+        """Run on; while a checkpoint is open the boundary goes on standing for the session."""
+        self.waiting_policy -= 1
+        if not self.waiting_policy:
+            self._steps.leave_replay(self._live)
+
+    def keep(self, digest: str, reply: Any) -> None:
+        """Keep a reply that came while closed: a checkpoint exports it with the session."""
+        self._session.kept[digest] = reply
+
+    async def stay(self, digest: str) -> None:
+        """Stay parked until the checkpoint is over; then the kept reply is the loop's own."""
+        try:
+            await self._steps.park(self._live)
+        finally:
+            self._session.kept.pop(digest, None)
+
+
+class CloseReceipts:
+    """Sessions that were closed, and what the close replied, for a while: a late seed of one is refused.
+
+    keep_for: seconds, 0 and up.
+    """
+
+    def __init__(self, keep_for: float, clock: Clock) -> None:
+        self._keep_for = keep_for
+        self._clock = clock
+        self._receipts: OrderedDict[tuple[str, EpisodeId], tuple[float, Any]] = OrderedDict()
+
+    def add(self, key: str, episode: EpisodeId, reply: Any) -> None:
+        self._drop_old()
+        self._receipts[(key, episode)] = (self._clock() + self._keep_for, reply)
+
+    def get(self, key: str, episode: EpisodeId) -> Any:
+        """What the close replied, or None."""
+        self._drop_old()
+        found = self._receipts.get((key, episode))
+        return found[1] if found else None
+
+    def check_seed(self, key: str, episode: EpisodeId) -> None:
+        """Raise StaleAttempt for a seed of a session that was closed."""
+        self._drop_old()
+        if (key, episode) in self._receipts:
+            raise StaleAttempt(f"session {key} of {episode} was closed", episodes=[episode])
+
+    def forget(self, rollout_id: str, through_attempt: int) -> None:
+        """Drop the receipts of a finished rollout."""
+        for key, episode in list(self._receipts):
+            if episode.rollout_id == rollout_id and episode.attempt <= through_attempt:
+                del self._receipts[(key, episode)]
+
+    def _drop_old(self) -> None:
+        now = self._clock()
+        while self._receipts and next(iter(self._receipts.values()))[0] <= now:
+            self._receipts.popitem(last=False)

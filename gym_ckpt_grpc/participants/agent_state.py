@@ -1,0 +1,171 @@
+"""How agent sessions are exported, restored, retired and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gym_ckpt_grpc.control.budget import Budget
+from gym_ckpt_grpc.control.ports import HookFailed, InvalidState
+from gym_ckpt_grpc.participants.activations import ActivationIndex
+from gym_ckpt_grpc.participants.admission import Admission
+from gym_ckpt_grpc.participants.agent_sessions import AgentHooks, RestoredSession, Session
+from gym_ckpt_grpc.participants.blocking import Blocking
+from gym_ckpt_grpc.participants.hooks import within
+from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
+from gym_ckpt_grpc.participants.records import AgentRecord
+from gym_ckpt_grpc.participants.seeds import Seeds
+from gym_ckpt_grpc.participants.session_table import SessionTable
+from gym_ckpt_grpc.participants.steps import StepState, StepTracker, value_of
+from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
+from gym_ckpt_grpc.protocol.report import BlockerReason
+from gym_ckpt_grpc.storage import Record
+
+EXPORT_SLICE = 32
+"""Sessions whose boundary functions run between two turns of the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSessions:
+    """Sessions that the author's hook has installed and that nothing can reach yet."""
+
+    sessions: Sequence[Session]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentState:
+    """The checkpointed side of an AgentOwner."""
+
+    hooks: AgentHooks
+    admission: Admission
+    blocking: Blocking
+    steps: StepTracker
+    sessions: SessionTable[Session]
+    seeds: Seeds
+
+    async def export(self, scope: EpisodeScope) -> AsyncIterator[list[Record]]:
+        """Records of the scope's sessions, in slices. Raises HookFailed naming an episode."""
+        at_boundary = {live.key: boundary for live, boundary in self.steps.exported()}
+        taken = [each for each in self.sessions if self._exported(each, scope, at_boundary)]
+        kept = {each.key: {**each.restored_replies, **each.kept} for each in taken}
+        states = await self.hooks.export_sessions([each.key for each in taken]) if taken else {}
+        for start in range(0, len(taken), EXPORT_SLICE):
+            batch = taken[start : start + EXPORT_SLICE]
+            yield [_record(each, states, at_boundary, kept).to_record() for each in batch]
+            await asyncio.sleep(0)
+
+    def _exported(self, session: Session, scope: EpisodeScope, at_boundary: Mapping[Any, Any]) -> bool:
+        here = session.live is None or session.key in at_boundary
+        return here and session.episode in scope and not session.retired and session.closing is None
+
+    async def stage(self, records: Sequence[Record], scope: RestoreScope) -> StagedSessions:
+        """Check everything, and let the author's hook install it behind the closed gate."""
+        check_overlap(scope, self.admission, self._here)
+        sessions: dict[str, tuple[Session, Any]] = {}
+        for record, target in targets_of(records, scope):
+            made = AgentRecord.from_record(record)
+            if made.session_key in sessions or self.sessions.get(made.session_key) is not None:
+                raise InvalidState(f"session {made.session_key} of {record.episode} exists already", record.episode)
+            sessions[made.session_key] = (_session(made, target), made.session)
+        if sessions:
+            await self.hooks.restore_sessions(
+                [RestoredSession(each.key, each.episode, state) for each, state in sessions.values()]
+            )
+        return StagedSessions([session for session, _ in sessions.values()])
+
+    def _here(self, rollout_id: str) -> list[EpisodeId]:
+        seeds = [seed.episode for seed in self.seeds.of_rollout(rollout_id)]
+        return seeds + [session.episode for session in self.sessions.of_rollout(rollout_id)]
+
+    async def discard(self, staged: StagedSessions) -> None:
+        """Undo an install by the retire hook; what it cannot free stays tracked as being retired."""
+        for session in staged.sessions:
+            self.sessions.add(session)
+            self.mark_retired(session)
+        failures = []
+        for session in staged.sessions:
+            try:
+                await self.free(session)
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    # ---- retiring and deleting
+
+    def mark_retired(self, session: Session) -> None:
+        """From now on it is being retired: it blocks, and is not exported."""
+        session.retired = True
+        self.blocking.set(session.key, BlockerReason.RETIRING, session.episode)
+        self.admission.changed()
+
+    async def retire(self, session: Session, budget: Budget) -> None:
+        """Stop a session and free it. Cut short it stays tracked, and the same call again goes on."""
+        self.mark_retired(session)
+        if session.live is not None:
+            await self.steps.retire(session.live, budget)
+            self.mark_retired(session)
+        if session.closing is not None and not session.closing.done():
+            await within(budget, asyncio.wait({session.closing}), f"the close of session {session.key}")
+        await within(budget, self.free(session), f"the retire of session {session.key}")
+
+    async def free(self, session: Session) -> None:
+        """Free the author's state, and only then track it no more."""
+        await self.hooks.retire_session(session.key)
+        self.sessions.remove(session)
+        self.blocking.clear(session.key)
+        self.admission.changed()
+
+    async def delete_restored(self, episode: EpisodeId) -> None:
+        """Free restored sessions that nothing has started; requests for them are held meanwhile."""
+        sessions = self.sessions.pending_sessions(episode)
+        for session in sessions:
+            session.deleting = True
+        try:
+            for session in sessions:
+                await self.free(session)
+        finally:
+            for session in sessions:
+                session.deleting = False
+            self.admission.wake(episode.rollout_id)
+
+
+def at_boundaries(steps: StepTracker) -> dict[str, int]:
+    """How many sessions stand at a boundary, and how many of them wait for the policy."""
+    states = [(live.state, live.place) for live in steps.live.values()]
+    waiting = sum(1 for state, place in states if state is StepState.REPLAY_STEP and place == "policy")
+    return {
+        "at_boundary": sum(1 for state, _ in states if state is StepState.PARKED) + waiting,
+        "waiting_policy": waiting,
+    }
+
+
+def _record(
+    session: Session, states: Mapping[str, Any], at_boundary: Mapping[Any, Any], kept: Mapping[str, Mapping[str, Any]]
+) -> AgentRecord:
+    if session.key not in states:
+        raise HookFailed(f"export_sessions gave no state for session {session.key}", session.episode)
+    boundary = value_of(at_boundary[session.key]) if session.live is not None else session.continuation
+    return AgentRecord(
+        session.episode,
+        session.key,
+        states[session.key],
+        boundary,
+        session.seed,
+        session.index.completed,
+        session.index.reply,
+        kept[session.key],
+    )
+
+
+def _session(record: AgentRecord, target: EpisodeId) -> Session:
+    return Session(
+        record.session_key,
+        target,
+        dict(record.seed),
+        record.boundary,
+        ActivationIndex(record.activations, record.activation_reply),
+        restored_replies=dict(record.kept_replies),
+    )

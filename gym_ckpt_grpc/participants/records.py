@@ -1,0 +1,196 @@
+"""What each kind checkpoints: one frozen class per kind, converted to and from storage's `Record`.
+
+Reading is strict: an unknown field or payload, a wrong type, another schema or a newer version is InvalidState,
+which the control plane reports as STATE_CORRUPT naming the episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gym_ckpt_grpc.control.ports import HookFailed, InvalidState
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.storage import Payload, PayloadRefused, Record, encode
+
+VERSION = 1
+
+
+def payload(value: Any, episode: EpisodeId, what: str) -> Payload:
+    """Encode state at its hand-over. Raises HookFailed naming the episode for what cannot be kept exactly."""
+    try:
+        return encode(value, where=f"{what} of {episode}")
+    except PayloadRefused as error:
+        raise HookFailed(str(error), episode) from error
+
+
+class Reader:
+    """Takes a record apart, and knows at the end what nobody asked for."""
+
+    def __init__(self, record: Record, schema: str) -> None:
+        self.episode = record.episode
+        if record.schema != schema:
+            raise self.invalid(f"is a {record.schema!r} record, not {schema!r}")
+        if record.schema_version != VERSION:
+            raise self.invalid(f"has schema version {record.schema_version}, this server reads {VERSION}")
+        self._record = record
+        self._left = {*record.fields, *(f"payload {name}" for name in record.payloads)}
+
+    def text(self, name: str) -> str:
+        """A text field that must be there and not be empty."""
+        value = self._field(name)
+        if not isinstance(value, str) or not value:
+            raise self.invalid(f"has {name} {value!r:.80}, not a text")
+        return value
+
+    def count(self, name: str) -> int:
+        """An integer field >= 0."""
+        value = self._field(name)
+        if type(value) is not int or value < 0:
+            raise self.invalid(f"has {name} {value!r:.80}, not an integer >= 0")
+        return value
+
+    def state(self, name: str) -> Any:
+        """A payload that must be there, decoded."""
+        self._left.discard(f"payload {name}")
+        if name not in self._record.payloads:
+            raise self.invalid(f"has no payload {name}")
+        return self._record.decode(name)
+
+    def optional(self, name: str) -> Any:
+        """A payload, or None if it is not there."""
+        return self.state(name) if name in self._record.payloads else None
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """A payload that is an object, or an empty one if it is not there."""
+        value = self.optional(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.invalid(f"has {name} of type {type(value).__name__}, not an object")
+        return value or {}
+
+    def end(self) -> None:
+        """Refuse a record that has more than was asked for."""
+        if self._left:
+            raise self.invalid(f"has unknown parts: {', '.join(sorted(self._left))}")
+
+    def invalid(self, problem: str) -> InvalidState:
+        return InvalidState(f"the record of {self.episode} {problem}", self.episode)
+
+    def _field(self, name: str) -> Any:
+        self._left.discard(name)
+        if name not in self._record.fields:
+            raise self.invalid(f"has no field {name}")
+        return self._record.fields[name]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentRecord:
+    """An episode of an environment. boundary: None means start over from input."""
+
+    SCHEMA = "gymckpt.environment"
+
+    episode: EpisodeId
+    task_digest: str
+    task_field_digests: Mapping[str, str]
+    boundary: Any = None
+
+    def to_record(self) -> Record:
+        payloads = {"task_field_digests": payload(dict(self.task_field_digests), self.episode, "task digests")}
+        if self.boundary is not None:
+            payloads["boundary"] = payload(self.boundary, self.episode, "boundary")
+        return Record(self.episode, self.SCHEMA, VERSION, fields={"task_digest": self.task_digest}, payloads=payloads)
+
+    @classmethod
+    def from_record(cls, record: Record) -> EnvironmentRecord:
+        reader = Reader(record, cls.SCHEMA)
+        digests = reader.mapping("task_field_digests")
+        if not all(isinstance(digest, str) for digest in digests.values()):
+            raise reader.invalid("has a task field digest that is no text")
+        made = cls(record.episode, reader.text("task_digest"), digests, reader.optional("boundary"))
+        reader.end()
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRecord:
+    """A native session of an agent.
+
+    session: the author's state. boundary: loop state, or None. seed: digest of the seed's body and its reply, so
+    that the same seed again is known. activation: last completed index and its reply. kept_replies: replies of the
+    policy that were on the wire when admission closed, by request digest.
+    """
+
+    SCHEMA = "gymckpt.agent"
+
+    episode: EpisodeId
+    session_key: str
+    session: Any
+    boundary: Any = None
+    seed: Mapping[str, Any] = field(default_factory=dict)
+    activations: int = 0
+    activation_reply: Any = None
+    kept_replies: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_record(self) -> Record:
+        parts = {"session": self.session}
+        optional = {
+            "boundary": self.boundary,
+            "seed": dict(self.seed) or None,
+            "activation_reply": self.activation_reply,
+            "kept_replies": dict(self.kept_replies) or None,
+        }
+        parts |= {name: value for name, value in optional.items() if value is not None}
+        return Record(
+            self.episode,
+            self.SCHEMA,
+            VERSION,
+            fields={"session_key": self.session_key, "activations": self.activations},
+            payloads={name: payload(value, self.episode, name) for name, value in parts.items()},
+        )
+
+    @classmethod
+    def from_record(cls, record: Record) -> AgentRecord:
+        reader = Reader(record, cls.SCHEMA)
+        seed = reader.mapping("seed")
+        if seed and set(seed) != {"digest", "reply"}:
+            raise reader.invalid("has a seed without digest and reply")
+        made = cls(
+            record.episode,
+            reader.text("session_key"),
+            reader.state("session"),
+            reader.optional("boundary"),
+            seed,
+            reader.count("activations"),
+            reader.optional("activation_reply"),
+            reader.mapping("kept_replies"),
+        )
+        reader.end()
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class ResourcesRecord:
+    """A session of a resources server. state: the author's, or None for a stateless one."""
+
+    SCHEMA = "gymckpt.resources"
+
+    episode: EpisodeId
+    session_id: str
+    state: Any = None
+
+    def to_record(self) -> Record:
+        return Record(
+            self.episode,
+            self.SCHEMA,
+            VERSION,
+            fields={"session_id": self.session_id},
+            payloads={"state": payload(self.state, self.episode, "session state")},
+        )
+
+    @classmethod
+    def from_record(cls, record: Record) -> ResourcesRecord:
+        reader = Reader(record, cls.SCHEMA)
+        made = cls(record.episode, reader.text("session_id"), reader.state("state"))
+        reader.end()
+        return made

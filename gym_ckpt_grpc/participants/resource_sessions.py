@@ -1,0 +1,175 @@
+"""Sessions of a resources server, the requests under way in them, and the visit of one request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from gym_ckpt_grpc.participants.admission import Admission, Cancellable, GateRequest, Reply, Visit
+from gym_ckpt_grpc.participants.blocking import Blocking
+from gym_ckpt_grpc.participants.names import header
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.protocol.report import BlockerReason
+
+SessionOf = Callable[[GateRequest], str | None]
+"""Finds the session id that a request carries, or None."""
+SessionAfter = Callable[[GateRequest, Reply], str | None]
+"""Finds the session id that a client has after a seed was answered, or None."""
+
+
+@dataclass(slots=True, eq=False)
+class ResourceSession:
+    """One tracked session. episode: None if it was seeded without identity. requests: those under way in it."""
+
+    key: str
+    episode: EpisodeId | None
+    requests: dict[int, Request] = field(default_factory=dict)
+    retired: bool = False
+    deleting: bool = False
+    ends_at_open: bool = False
+    """A replayable verify ended it while closed: it is still exported."""
+
+
+class RequestOwner(Protocol):
+    """What a request tells its owner."""
+
+    def answered(self, request: Request, reply: Reply) -> None:
+        """The reply of a request is about to be sent."""
+
+    def ended(self, request: Request) -> None:
+        """A request is no longer counted."""
+
+
+class Request(Visit):
+    """One admitted request: counted from admission until it has ended, whatever ends it."""
+
+    __slots__ = ("_owner", "asked", "closes", "done", "number", "runs", "seed", "session")
+
+    def __init__(
+        self,
+        number: int,
+        asked: GateRequest,
+        session: ResourceSession | None,
+        owner: RequestOwner,
+        *,
+        seed: bool,
+        closes: bool,
+    ) -> None:
+        self.number = number
+        self.asked = asked
+        self.session = session
+        self.seed = seed
+        self.closes = closes
+        self.runs = Cancellable()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner = owner
+
+    @property
+    def episode(self) -> EpisodeId | None:
+        """Whose it is: the session's, else what the path says."""
+        return self.session.episode if self.session is not None else self.asked.episode
+
+    async def starting(self, reply: Reply) -> None:
+        self._owner.answered(self, reply)
+
+    def absorbs(self) -> bool:
+        return self.runs.absorb()
+
+    def leave(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+            self._owner.ended(self)
+
+
+class Requests:
+    """The requests under way of one server. blocking: counted ones go there."""
+
+    def __init__(self, admission: Admission, blocking: Blocking) -> None:
+        self._admission = admission
+        self._blocking = blocking
+        self._numbers = count(1)
+        self._seeds: dict[str, dict[int, Request]] = {}
+        self._inflight = 0
+
+    @property
+    def inflight(self) -> int:
+        return self._inflight
+
+    def begin(
+        self,
+        asked: GateRequest,
+        session: ResourceSession | None,
+        owner: RequestOwner,
+        *,
+        seed: bool,
+        closes: bool,
+        blocks: bool,
+    ) -> Request:
+        """Count a request: per session always, globally if it blocks."""
+        request = Request(next(self._numbers), asked, session, owner, seed=seed, closes=closes)
+        if session is not None:
+            session.requests[request.number] = request
+        if seed and asked.episode is not None:
+            self._seeds.setdefault(asked.episode.rollout_id, {})[request.number] = request
+        if blocks:
+            self._inflight += 1
+            place = f"{asked.path} session {session.key}" if session is not None else asked.path
+            self._blocking.set(request.number, BlockerReason.IN_FLIGHT_REQUEST, request.episode, place)
+            self._admission.changed()
+        return request
+
+    def end(self, request: Request) -> None:
+        """Count it no more."""
+        if request.session is not None:
+            request.session.requests.pop(request.number, None)
+        if request.seed and request.asked.episode is not None:
+            of_rollout = self._seeds.get(request.asked.episode.rollout_id, {})
+            of_rollout.pop(request.number, None)
+            if not of_rollout:
+                self._seeds.pop(request.asked.episode.rollout_id, None)
+        if request.number in self._blocking:
+            self._inflight -= 1
+            self._blocking.clear(request.number)
+            self._admission.changed()
+
+    def seeds_of(self, rollout_id: str) -> list[Request]:
+        """Seeds under way of a rollout, any attempt."""
+        return list(self._seeds.get(rollout_id, {}).values())
+
+
+# ---- where a session id stands -----------------------------------------------------------------------------
+
+
+def session_from_cookie(name: str) -> tuple[SessionOf, SessionAfter]:
+    """Session ids that stand, readable, in a cookie; the seed's reply may set another."""
+
+    def before(request: GateRequest) -> str | None:
+        return _cookie(request.headers.get("cookie", ""), name)
+
+    def after(request: GateRequest, reply: Reply) -> str | None:
+        return _cookie(reply.headers.get("set-cookie", ""), name) or before(request)
+
+    return before, after
+
+
+def session_from_header(name: str) -> tuple[SessionOf, SessionAfter]:
+    """Session ids in a header of each request; the seed's reply may give another in the same header."""
+
+    def before(request: GateRequest) -> str | None:
+        return header(request.headers, name)
+
+    def after(request: GateRequest, reply: Reply) -> str | None:
+        return header(reply.headers, name) or before(request)
+
+    return before, after
+
+
+def _cookie(text: str, name: str) -> str | None:
+    for part in text.replace(",", ";").split(";"):
+        key, _, value = part.strip().partition("=")
+        if key == name and value:
+            return value.strip('"')
+    return None

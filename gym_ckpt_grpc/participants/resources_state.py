@@ -1,0 +1,181 @@
+"""How sessions of a resources server are exported, restored, retired and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gym_ckpt_grpc.control.budget import Budget
+from gym_ckpt_grpc.control.ports import InvalidState, RecordBatch
+from gym_ckpt_grpc.participants.admission import Admission, wait_for
+from gym_ckpt_grpc.participants.blocking import Blocking
+from gym_ckpt_grpc.participants.hooks import within
+from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
+from gym_ckpt_grpc.participants.records import ResourcesRecord
+from gym_ckpt_grpc.participants.reports import covers
+from gym_ckpt_grpc.participants.resource_sessions import Requests, ResourceSession
+from gym_ckpt_grpc.participants.session_table import SessionTable
+from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks, ResourcesMode, RestoredState
+from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
+from gym_ckpt_grpc.protocol.report import BlockerReason
+from gym_ckpt_grpc.storage import Record
+
+EXPORT_SLICE = 64
+"""Sessions that are encoded between two turns of the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSessions:
+    """Sessions that the author's hook has installed and that nothing can reach yet."""
+
+    sessions: Sequence[ResourceSession]
+
+
+@dataclass(slots=True)
+class ResourcesState:
+    """The checkpointed side of a ResourcesOwner. refused: freed sessions of retired attempts, until Forget."""
+
+    mode: ResourcesMode
+    hooks: ResourcesHooks | None
+    admission: Admission
+    blocking: Blocking
+    sessions: SessionTable[ResourceSession]
+    requests: Requests
+    refused: dict[str, EpisodeId]
+    _gone: dict[str, ResourceSession] = field(default_factory=dict)
+
+    # ---- sessions that the server no longer has
+
+    def look_for_gone(self) -> None:
+        """Ask the author, once per close, which tracked sessions the server no longer has: they are restarts."""
+        held = getattr(self.hooks, "held_sessions", None)
+        if self.mode is ResourcesMode.EXPORTED and callable(held):
+            still = held()
+            self._gone = {each.key: each for each in self.sessions if each.key not in still}
+
+    def forget_gone(self) -> None:
+        self._gone = {}
+
+    def gone(self) -> list[ResourceSession]:
+        """Sessions found gone at this close."""
+        return list(self._gone.values())
+
+    # ---- export
+
+    async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
+        """Records of the scope's sessions; one that turns out to be gone is left out, untracked and named."""
+        if self.mode is ResourcesMode.RESTART_ONLY:
+            return
+        taken = [each for each in self.sessions if self._exported(each, scope)]
+        if not taken:
+            return
+        states = await self._states([each.key for each in taken])
+        for start in range(0, len(taken), EXPORT_SLICE):
+            batch = taken[start : start + EXPORT_SLICE]
+            records = [_record(each, states).to_record() for each in batch if each.key in states]
+            left_out = [each for each in batch if each.key not in states]
+            for session in left_out:
+                self.sessions.remove(session)
+            yield RecordBatch(records, [each.episode for each in left_out if each.episode is not None])
+            await asyncio.sleep(0)
+
+    async def _states(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        if self.mode is ResourcesMode.STATELESS or self.hooks is None:
+            return dict.fromkeys(keys)
+        return await self.hooks.export_sessions(keys)
+
+    def _exported(self, session: ResourceSession, scope: EpisodeScope) -> bool:
+        known = session.episode is not None and session.episode in scope
+        return known and not session.retired and session.key not in self._gone
+
+    # ---- restore
+
+    async def stage(self, records: Sequence[Record], scope: RestoreScope, unattributed: int) -> StagedSessions:
+        """Check everything, and let the author's hook install it behind the closed gate."""
+        check_overlap(scope, self.admission, self._here, unattributed)
+        made: dict[str, RestoredState] = {}
+        for record, target in targets_of(records, scope):
+            if self.mode is ResourcesMode.RESTART_ONLY:
+                raise InvalidState(
+                    f"a restart-only server has no use for the record of {record.episode}", record.episode
+                )
+            source = ResourcesRecord.from_record(record)
+            if source.session_id in made or self.sessions.get(source.session_id) is not None:
+                raise InvalidState(f"session {source.session_id} of {record.episode} exists already", record.episode)
+            made[source.session_id] = RestoredState(source.session_id, target, source.state)
+        if made and self.mode is ResourcesMode.EXPORTED and self.hooks is not None:
+            await self.hooks.restore_sessions(list(made.values()))
+        return StagedSessions([ResourceSession(each.session_id, each.episode) for each in made.values()])
+
+    def _here(self, rollout_id: str) -> list[EpisodeId]:
+        seeds = [each.asked.episode for each in self.requests.seeds_of(rollout_id)]
+        sessions = [each.episode for each in self.sessions.of_rollout(rollout_id)]
+        return [episode for episode in [*seeds, *sessions] if episode is not None]
+
+    async def discard(self, staged: StagedSessions) -> None:
+        """Undo an install by the retire hook; what it cannot free stays tracked as being retired."""
+        for session in staged.sessions:
+            self.sessions.add(session)
+            self.mark_retired(session)
+        failures = []
+        for session in staged.sessions:
+            try:
+                await self._free(session)
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    # ---- retire, delete
+
+    def mark_retired(self, session: ResourceSession) -> None:
+        """From now on it is being retired: its requests are refused, it blocks, and it is not exported."""
+        session.retired = True
+        self.blocking.set(session.key, BlockerReason.RETIRING, session.episode)
+        self.admission.changed()
+
+    async def wait_seeds(self, retired: EpisodeId, budget: Budget) -> None:
+        """Wait for the seeds under way that a retire covers; those that wait at the gate are not under way."""
+        for seed in self.requests.seeds_of(retired.rollout_id):
+            if seed.asked.episode is not None and covers(retired, seed.asked.episode):
+                await wait_for(seed.done, budget, f"a seed of {seed.asked.episode}")
+
+    async def retire(self, session: ResourceSession, budget: Budget) -> None:
+        """Cancel its requests once, wait until they ended, and free it. Cut short it stays tracked."""
+        self.mark_retired(session)
+        if session.episode is not None:
+            self.refused[session.key] = session.episode
+        for request in list(session.requests.values()):
+            if not request.seed and not request.closes:
+                request.runs.cancel()
+        for request in list(session.requests.values()):
+            await wait_for(request.done, budget, f"{request.asked.path} of session {session.key}")
+        await within(budget, self._free(session), f"the retire of session {session.key}")
+
+    async def _free(self, session: ResourceSession) -> None:
+        """Free the author's state, and only then track it no more."""
+        if self.mode is ResourcesMode.EXPORTED and self.hooks is not None:
+            await self.hooks.retire_session(session.key)
+        self.sessions.remove(session)
+        self.blocking.clear(session.key)
+        self.admission.changed()
+
+    async def delete_restored(self, episode: EpisodeId) -> None:
+        """Free restored sessions that nothing has started; requests for them are held meanwhile."""
+        sessions = self.sessions.pending_sessions(episode)
+        for session in sessions:
+            session.deleting = True
+        try:
+            for session in sessions:
+                await self._free(session)
+        finally:
+            for session in sessions:
+                session.deleting = False
+            self.admission.wake(episode.rollout_id)
+
+
+def _record(session: ResourceSession, states: Mapping[str, Any]) -> ResourcesRecord:
+    assert session.episode is not None, "unattributed sessions are in no scope"
+    return ResourcesRecord(session.episode, session.key, states[session.key])
