@@ -33,7 +33,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     directory = tmp_path_factory.mktemp("up")
     with started("up", "--json", "--rollouts", "8", "--directory", str(directory)) as running:
         assert running.popen.stdout is not None
-        lines = []
+        lines: list[str] = []
         while not lines or lines[-1] != "}\n":
             line = running.popen.stdout.readline()
             assert line, running.lines

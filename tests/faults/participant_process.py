@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from gym_ckpt_grpc.control import ControlPlane, ParticipantServer
-from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
+from gym_ckpt_grpc.protocol.ids import EpisodeId
 from tests.control.scripted import ScriptedOwner
 
 

@@ -65,14 +65,13 @@ async def test_a_stopped_controller_costs_a_lease_and_the_keepalive(tmp_path: Pa
 async def test_a_participant_restarted_after_prepare_fails_the_commit_by_name(tmp_path: Path) -> None:
     """INCARNATION_CHANGED, not an odd phase error; nothing published; the others are open again."""
     with participants(tmp_path, "policy_model", "resources") as fleet:
-        async with coordinator(fleet) as control:
+        async with coordinator(fleet) as control, control.checkpoint(deadline=20) as checkpoint:
+            await checkpoint.prepare(ready_within=10)
+            address = fleet.addresses["resources"]
+            fleet.processes["resources"].kill()
+            fleet.start("resources", address)
             with pytest.raises((CommitFailed, FleetError, ControlError)) as failed:
-                async with control.checkpoint(deadline=20) as checkpoint:
-                    await checkpoint.prepare(ready_within=10)
-                    address = fleet.addresses["resources"]
-                    fleet.processes["resources"].kill()
-                    fleet.start("resources", address)
-                    await checkpoint.commit([])
+                await checkpoint.commit([])
         assert "INCARNATION_CHANGED" in str(failed.value)
         assert "resources/scripted/0" in str(failed.value)
         assert await fleet.phase("policy_model") == pb.PHASE_IDLE
@@ -83,10 +82,10 @@ async def test_a_participant_killed_for_good_fails_the_commit_and_frees_the_rest
     """It is named; the others reopen at once and do not wait for it."""
     with participants(tmp_path, "policy_model", "resources") as fleet:
         async with coordinator(fleet) as control:
-            with pytest.raises((FleetError, ControlError)) as failed:  # LeaseLost, or the Commit's own failure
-                async with control.checkpoint(deadline=6) as checkpoint:
-                    await checkpoint.prepare(ready_within=5)
-                    fleet.processes["resources"].kill()
+            async with control.checkpoint(deadline=6) as checkpoint:
+                await checkpoint.prepare(ready_within=5)
+                fleet.processes["resources"].kill()
+                with pytest.raises((FleetError, ControlError)) as failed:  # LeaseLost, or the Commit's own failure
                     await checkpoint.commit([])
             assert "resources/scripted/0" in str(failed.value)
             assert await fleet.phase("policy_model") == pb.PHASE_IDLE
@@ -140,7 +139,7 @@ async def test_a_blocked_event_loop_is_found_silent_within_the_deadline(tmp_path
         fleet.processes["policy_model"].tell("block 8", answer=False)
         await asyncio.sleep(0.3)  # the line reaches the other process; nothing else can tell
         control = Coordinator(Fleet.from_yaml(fleet.fleet_file), root=fleet.root.as_uri(), discovery_timeout=2.0)
-        with pytest.raises(FleetError, match="2.*SILENT|SILENT.*2|DOWN"):
+        with pytest.raises(FleetError, match="SILENT|DOWN"):
             async with control:
                 pytest.fail("it was entered")
 
