@@ -185,10 +185,11 @@ class Refusal:
         await _send_refusal(self._error, send)
 
 
-async def answer_refusal(request: object, error: Exception) -> Refusal:
+async def answer_refusal(request: object, error: Exception) -> Any:
     """An exception handler for FastAPI and Starlette: `app.add_exception_handler(ControlError, answer_refusal)`.
 
-    Raises what is no ControlError again.
+    Gives a `Refusal`, typed as Any: those frameworks run any ASGI application here, but their types want a Response
+    of their own. Raises what is no ControlError again.
     """
     if not isinstance(error, ControlError):
         raise error
