@@ -1,0 +1,169 @@
+"""Freezing records and writing them: one capture and one write per checkpoint, whoever asks how often."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from gym_ckpt_grpc.control import capturing
+from gym_ckpt_grpc.control.core import Core
+from gym_ckpt_grpc.control.error_details import unexpected
+from gym_ckpt_grpc.control.preparing import Preparing
+from gym_ckpt_grpc.control.tasks import failure_of, succeeded
+from gym_ckpt_grpc.control.work import Captured, CommitReply, Work
+from gym_ckpt_grpc.protocol.errors import ControlError, StaleCheckpoint
+from gym_ckpt_grpc.protocol.ids import EpisodeScope
+from gym_ckpt_grpc.protocol.machine import CommitArguments
+from gym_ckpt_grpc.protocol.phases import Operation, Phase
+from gym_ckpt_grpc.storage import (
+    CheckpointLocation,
+    PartManifestInfo,
+    StopFlag,
+    WriteStopped,
+    write_part,
+)
+
+
+class Committing:
+    """The Capture and Commit half of a checkpoint: PREPARED to COMMITTED."""
+
+    def __init__(self, core: Core, preparing: Preparing) -> None:
+        self._core = core
+        self._preparing = preparing
+
+    def begin_capture(self, work: Work, scope: EpisodeScope) -> asyncio.Task[Captured]:
+        """The one capture of this checkpoint: begun here, or joined. A failed one is begun anew."""
+        if work.capture is None:
+            self._core.machine.ask(Operation.CAPTURE, scope)
+            work.began = self._core.clock()
+            work.capture = self._core.tasks.own(self._capture(work, scope), f"capture {work.checkpoint_id}")
+            self._core.touch()
+        return work.capture
+
+    async def _capture(self, work: Work, scope: EpisodeScope) -> Captured:
+        core = self._core
+        try:
+            captured = await capturing.capture(core.owner, scope, work)
+        except BaseException:
+            work.capture = None
+            if core.work is work:
+                core.machine.unask(Operation.CAPTURE, Operation.COMMIT)
+                if core.machine.phase is Phase.COMMITTING:
+                    core.move(Phase.PREPARED)
+                self._preparing.recheck()
+            core.kept.pop(work.checkpoint_id, None)
+            core.machine.drop_kept(work.checkpoint_id)
+            raise
+        work.captured = captured
+        if core.work is work:
+            core.machine.record(Operation.CAPTURE, captured)
+            if core.machine.phase is Phase.PREPARED:
+                core.move(Phase.CAPTURED)
+        return captured
+
+    def begin_commit(
+        self, work: Work, arguments: CommitArguments, location: CheckpointLocation
+    ) -> asyncio.Task[CommitReply]:
+        """The one write of this checkpoint: begun here, or joined. After a failed write the same records again."""
+        if work.commit is None or (work.commit.done() and not succeeded(work.commit)):
+            capture = self.begin_capture(work, arguments.scope)
+            if self._core.work is work:
+                self._core.machine.ask(Operation.COMMIT, arguments)
+                self._core.move(Phase.COMMITTING)
+            work.stop = StopFlag()
+            work.began = self._core.clock()
+            commit = self._commit(work, capture, arguments, location)
+            work.commit = self._core.tasks.own(commit, f"commit {work.checkpoint_id}")
+        return work.commit
+
+    async def _commit(
+        self,
+        work: Work,
+        capture: asyncio.Task[Captured],
+        arguments: CommitArguments,
+        location: CheckpointLocation,
+    ) -> CommitReply:
+        core = self._core
+        captured = await asyncio.shield(capture)
+        try:
+            part = await self._write(work, captured, location)
+            deleting = await self._delete_outside(work, arguments.scope)
+        except BaseException as error:
+            if self._current(work):
+                core.move(Phase.CAPTURED)
+            if isinstance(error, WriteStopped):
+                raise StaleCheckpoint(f"checkpoint {work.checkpoint_id} was resumed; its write was stopped") from error
+            if isinstance(error, ControlError) or not isinstance(error, Exception):
+                raise
+            raise unexpected(error, "writing records") from error
+        finally:
+            work.answered_at = core.clock()
+        if arguments.stop and self._current(work):
+            await self._release(captured)
+        reply = CommitReply(
+            manifest_digest=part.manifest_digest,
+            record_count=part.record_count,
+            bytes=part.bytes,
+            left_out=captured.left_out,
+            without_record=captured.without_record,
+            deleting=deleting,
+            restart_count=captured.restart_count,
+        )
+        if self._current(work):
+            core.machine.record(Operation.COMMIT, reply)
+            core.move(Phase.COMMITTED)
+        return reply
+
+    def _current(self, work: Work) -> bool:
+        """Whether this work is the open one and has not been resumed."""
+        return self._core.work is work and self._core.machine.phase is Phase.COMMITTING
+
+    async def _write(self, work: Work, captured: Captured, location: CheckpointLocation) -> PartManifestInfo:
+        core = self._core
+        identity = core.identity
+
+        def progress(records: int, size: int) -> None:  # on the writing thread; a status reads both
+            work.records_done, work.bytes_done = records, size
+
+        work.records_done = 0
+        write = partial(
+            write_part,
+            core.files,
+            location,
+            identity,
+            checkpoint_id=work.checkpoint_id,
+            records=captured.records,
+            restarts=captured.restart_count,
+            extra=core.owner.commit_extra(captured.records),
+            progress=progress,
+            stop=work.stop,
+        )
+        return await core.in_thread(write)
+
+    async def _delete_outside(self, work: Work, scope: EpisodeScope) -> int:
+        """Free restored state outside a list scope; gives how many deletions still run after the wait.
+
+        Each is begun once; a retry begins anew only what failed. Raises the first failure.
+        """
+        if scope.is_all:
+            return 0
+        core = self._core
+        work.deleting_since = asyncio.get_running_loop().time()
+        for episode in sorted(core.owner.restored_pending()):
+            known = work.deletions.get(episode)
+            if episode not in scope and (known is None or known.done()):
+                deletion = core.owner.delete_restored(episode)
+                work.deletions[episode] = core.tasks.own(deletion, f"delete {episode}")
+        if not work.deletions:
+            return 0
+        _, running = await asyncio.wait(work.deletions.values(), timeout=core.settings.deletion_wait)
+        for task in work.deletions.values():
+            if failure := failure_of(task):
+                raise failure
+        return len(running)
+
+    async def _release(self, captured: Captured) -> None:
+        """Free compute, best effort: the records are durable, and a failure is in the log."""
+        core = self._core
+        release = core.owner.release_exported([record.episode for record in captured.records])
+        await asyncio.wait({core.tasks.own(release, "free compute")}, timeout=core.settings.deletion_wait)

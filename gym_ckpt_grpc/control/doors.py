@@ -1,0 +1,50 @@
+"""Opening admission again: tried until it works, whoever closed it and why it must open."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from gym_ckpt_grpc.control.core import Core
+from gym_ckpt_grpc.control.error_details import log
+from gym_ckpt_grpc.control.ports import Opening, OpeningCause
+from gym_ckpt_grpc.control.tasks import set_within
+from gym_ckpt_grpc.control.work import Work
+from gym_ckpt_grpc.protocol.phases import Phase
+
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
+
+
+async def open_admission(core: Core, work: Work, cause: OpeningCause, wanted: Callable[[], bool]) -> None:
+    """Call the owner's hook until it succeeds, with back-off, as long as `wanted`.
+
+    `work.retry_open` cuts a pause short: a controller's Resume gets in between two tries.
+    """
+    backoff = FIRST_BACKOFF
+    while wanted():
+        work.retry_open.clear()
+        try:
+            await core.owner.open_admission(Opening(cause))
+            return
+        except Exception as error:
+            log.error("opening admission failed, trying again: %s", error)
+        await set_within(work.retry_open, backoff * random.uniform(0.8, 1.2))
+        backoff = min(backoff * 2, LAST_BACKOFF)
+
+
+async def give_up(core: Core, work: Work, phase: Phase) -> None:
+    """Back to IDLE after a close or an install that failed, without fencing the id.
+
+    Does nothing once another call has taken the work out of `phase`: a late failure must not open what a newer
+    checkpoint has closed.
+    """
+
+    def wanted() -> bool:
+        return core.work is work and core.machine.phase is phase
+
+    await open_admission(core, work, OpeningCause.CLOSE_FAILED, wanted)
+    if wanted():
+        core.machine.end(fenced=False)
+        core.work = None
+        work.end()
+        core.touch()

@@ -1,0 +1,194 @@
+"""The hook contract between the control plane and the owner of a server's state, and the port it is given.
+
+`StateOwner` is what participants implement; `OwnerPort` is all that an owner knows of the control plane. The
+rooms of level 4 meet only through these. Source: participants sections 2 and 3.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gym_ckpt_grpc.control.budget import Budget
+from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
+from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
+from gym_ckpt_grpc.protocol.report import PrepareReport
+from gym_ckpt_grpc.storage import Record
+
+
+class InvalidState(ValueError):
+    """An owner rejects a record at Restore: reported as STATE_CORRUPT naming the episode."""
+
+    def __init__(self, message: str, episode: EpisodeId | None = None) -> None:
+        super().__init__(message)
+        self.episode = episode
+
+
+class HookFailed(Exception):
+    """An author's hook failed for one episode; carries the episode so that the error can name it."""
+
+    def __init__(self, message: str, episode: EpisodeId | None = None) -> None:
+        super().__init__(message)
+        self.episode = episode
+
+
+class EpisodeListKind(enum.IntEnum):
+    """Mirror of `gymckpt.v1.EpisodeListKind`, without its prefix; a test keeps the two equal.
+
+    An owner is asked for RESTART, BLOCKING and RESTORED_PENDING; the control plane knows the others itself.
+    """
+
+    UNSPECIFIED = 0
+    COMMITTED = 1
+    RESTART = 2
+    BLOCKING = 3
+    RESTORED_PENDING = 4
+    RETIRED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """One closing of admission. number rises by one per closing; an answer to an earlier one is late."""
+
+    checkpoint_id: str
+    number: int
+    budget: Budget
+
+
+class OpeningCause(enum.StrEnum):
+    """Why admission opens."""
+
+    RESUMED = "resumed"
+    ABORTED = "aborted"
+    LEASE_EXPIRED = "lease_expired"
+    RESTORED = "restored"
+    CLOSE_FAILED = "close_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """One opening of admission."""
+
+    cause: OpeningCause
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBatch:
+    """Frozen records, and episodes of the scope whose state turned out to be gone."""
+
+    records: Sequence[Record]
+    left_out: Sequence[EpisodeId] = ()
+
+
+class MarkView(Protocol):
+    """What an owner may ask about retired attempts."""
+
+    def refuses(self, episode: EpisodeId) -> bool:
+        """Whether this attempt was retired."""
+
+    def being_retired(self, episode: EpisodeId) -> bool:
+        """Whether it was retired and is not freed yet."""
+
+
+class OwnerPort(Protocol):
+    """What an owner is given at `attach`."""
+
+    @property
+    def identity(self) -> ParticipantIdentity:
+        """Who this participant is."""
+
+    @property
+    def marks(self) -> MarkView:
+        """Refusals; an owner consults them on every request."""
+
+    def changed(self) -> None:
+        """Tell that readiness may have changed. Only while closed; cheap; once per loop turn is enough."""
+
+
+class StateOwner(Protocol):
+    """Owns the checkpointed state of one server. All methods are called on the server's event loop."""
+
+    @property
+    def kind(self) -> ParticipantKind:
+        """Which state it owns."""
+
+    def attach(self, port: OwnerPort) -> None:
+        """Called once, before anything else."""
+
+    async def close_admission(self, closing: Closing) -> None:
+        """Set the closed flag before the first await, then ask work to park, within `closing.budget`.
+
+        Raising reopens admission and fails the call.
+        """
+
+    async def open_admission(self, opening: Opening) -> None:
+        """Continue parked work and release held calls. Safe to repeat; returns when the doors are open."""
+
+    def is_ready(self) -> bool:
+        """Whether every live execution is at a boundary. O(1): no report, no scan, no digest."""
+
+    def report(self, limit: int) -> PrepareReport:
+        """Blockers, at most `limit`, oldest first; exact totals; restarts; counts."""
+
+    def list_episodes(self, which: EpisodeListKind) -> AsyncIterator[Sequence[EpisodeId]]:
+        """All blocking, restart or restored-pending episodes, in batches."""
+
+    def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
+        """Frozen records of the scope, in batches; nothing outside it. Raise HookFailed to name an episode."""
+
+    async def stage(self, records: Sequence[Record], scope: RestoreScope) -> Any:
+        """Check everything and build it aside, touching nothing live; gives what `activate` takes.
+
+        `scope` names every episode to install with its target, also those without a record here.
+        """
+
+    async def activate(self, staged: Any) -> None:
+        """Make all of it live as next attempts, with no step that the data can make fail."""
+
+    async def discard(self, staged: Any) -> None:
+        """Drop what `stage` built, without trace."""
+
+    async def retire(self, episode: EpisodeId, budget: Budget) -> None:
+        """Stop it and its earlier attempts, wait until they ended, then free their state."""
+
+    def check_forget(self, rollout_id: str, through_attempt: int) -> None:
+        """Raise RetireIncomplete while a retired attempt still holds something."""
+
+    def forget(self, rollout_id: str, through_attempt: int) -> None:
+        """Drop own refusals up to this attempt."""
+
+    def restored_pending(self) -> frozenset[EpisodeId]:
+        """Next attempts installed by a restore that nothing has started."""
+
+    async def delete_restored(self, episode: EpisodeId) -> None:
+        """Free such state if it is still unstarted, and leave no refusal."""
+
+    async def release_exported(self, episodes: Sequence[EpisodeId]) -> None:
+        """Free compute held outside the process for what was exported; best effort (Commit with stop)."""
+
+    def commit_extra(self, records: Sequence[Record]) -> Mapping[str, Any]:
+        """Kind-specific fields for the manifest of this commit."""
+
+    def accept_manifest_extra(self, extra: Mapping[str, Any]) -> None:
+        """Check a manifest's extra fields before `stage`; raise InvalidState to refuse them."""
+
+    def status_extra(self) -> Mapping[str, str]:
+        """Cheap extra fields for GetStatus."""
+
+
+class OwnerDefaults:
+    """Defaults of the hooks that a small owner has no use for."""
+
+    async def release_exported(self, episodes: Sequence[EpisodeId]) -> None:
+        return None
+
+    def commit_extra(self, records: Sequence[Record]) -> Mapping[str, Any]:
+        return {}
+
+    def accept_manifest_extra(self, extra: Mapping[str, Any]) -> None:
+        return None
+
+    def status_extra(self) -> Mapping[str, str]:
+        return {}

@@ -1,0 +1,131 @@
+"""Ending a checkpoint: pre-empting what runs, then opening admission, with retries until it is open."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gym_ckpt_grpc.control.core import Core
+from gym_ckpt_grpc.control.doors import open_admission
+from gym_ckpt_grpc.control.error_details import log
+from gym_ckpt_grpc.control.ports import OpeningCause
+from gym_ckpt_grpc.control.tasks import cancel_and_wait
+from gym_ckpt_grpc.control.work import Work
+from gym_ckpt_grpc.protocol.machine import CommitArguments
+from gym_ckpt_grpc.protocol.phases import Phase
+
+PREEMPT_WAIT = 1.0
+"""Seconds to wait for a cancelled hook; one that hangs longer has its result dropped."""
+STOP_POLL = 0.02
+"""Seconds between two looks at a publication under way. No thread waits for it: hung writes may hold them all."""
+
+
+class Reopening:
+    """RESUMING to IDLE, by a controller's Resume or by the lease; and records kept after it."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def begin(self, work: Work, cause: OpeningCause, *, keep: bool) -> asyncio.Task[None]:
+        """Enter RESUMING at once and reopen in an owned task."""
+        core = self._core
+        phase = core.machine.phase
+        core.move(Phase.RESUMING)
+        work.began = core.clock()
+        work.end()
+        keep = keep and phase in (Phase.CAPTURED, Phase.COMMITTING)
+        if keep:
+            self._keep(work)
+        reopen = self._reopen(work, cause, was=phase, keep=keep)
+        work.reopening = core.tasks.own(reopen, f"reopen after {work.checkpoint_id}")
+        return work.reopening
+
+    async def _reopen(self, work: Work, cause: OpeningCause, *, was: Phase, keep: bool) -> None:
+        core = self._core
+        await cancel_and_wait([work.closing], PREEMPT_WAIT)
+        if not keep:
+            await self._stop(work)
+        await cancel_and_wait([work.install], core.settings.cleanup_limit)
+        await self._deletions_ended(work)
+        if was is Phase.RESTORED and cause is OpeningCause.LEASE_EXPIRED:
+            await self._free_restored()
+        await open_admission(core, work, cause, lambda: True)
+        core.machine.end(fenced=True)
+        core.work = None
+        core.touch()
+
+    async def _stop(self, work: Work) -> None:
+        """End capture and write; afterwards nothing of that write can appear."""
+        if work.commit and not work.commit.done():
+            loop = asyncio.get_running_loop()
+            ends = loop.time() + self._core.settings.cleanup_limit
+            while not work.stop.stop(0):
+                if loop.time() >= ends:
+                    log.error("a publication of %s hangs; opening without it", work.checkpoint_id)
+                    break
+                await asyncio.sleep(STOP_POLL)
+        await cancel_and_wait([work.capture, work.commit], PREEMPT_WAIT)
+
+    async def _deletions_ended(self, work: Work) -> None:
+        """Wait for deletions, at most cleanup_limit from their start."""
+        if work.deletions:
+            ends = work.deleting_since + self._core.settings.cleanup_limit
+            left = ends - asyncio.get_running_loop().time()
+            await asyncio.wait(work.deletions.values(), timeout=max(0.0, left))
+
+    async def _free_restored(self) -> None:
+        """Nothing has started from what a dead controller installed: free it and leave no refusal."""
+        for episode in sorted(self._core.owner.restored_pending()):
+            try:
+                await self._core.owner.delete_restored(episode)
+            except Exception as error:
+                log.warning("freeing restored %s failed: %s", episode, error)
+
+    # Kept records: no lease covers them; their Commit must come within lease_ttl.
+
+    def _keep(self, work: Work) -> None:
+        core = self._core
+        current = core.machine.open
+        assert current is not None
+        core.machine.keep()
+        core.kept[work.checkpoint_id] = work
+        work.epoch = current.epoch
+        work.answered_at = core.clock()
+        core.tasks.own(self._expire_kept(work, current.lease.ttl), f"keep {work.checkpoint_id}")
+
+    async def _expire_kept(self, work: Work, ttl: float) -> None:
+        """Drop records that nobody commits within `ttl`, and the reply of a Commit as long after it ended."""
+        core = self._core
+        while core.kept.get(work.checkpoint_id) is work and work.dropping is None:
+            left = work.answered_at + ttl - core.clock()
+            if work.commit is not None and not work.commit.done():
+                await asyncio.wait({work.commit})
+            elif left > 0:
+                await asyncio.sleep(min(left, core.settings.watch_interval))
+            else:
+                self.drop(work.checkpoint_id)
+
+    def ask_kept(self, checkpoint_id: str, arguments: CommitArguments) -> Work:
+        """The kept work of an accepted Commit, whose arguments are fixed from here."""
+        self._core.machine.ask_kept(checkpoint_id, arguments)
+        return self._core.kept[checkpoint_id]
+
+    def drop(self, checkpoint_id: str) -> asyncio.Task[None] | None:
+        """End kept records and their write, if there are any; once the task has ended, nothing of them can appear."""
+        core = self._core
+        core.machine.drop_kept(checkpoint_id)
+        work = core.kept.get(checkpoint_id)
+        if work is None:
+            return None
+        if work.dropping is None:
+            work.stop.stop(0)
+            work.dropping = core.tasks.own(self._drop(work), f"drop {checkpoint_id}")
+        return work.dropping
+
+    async def _drop(self, work: Work) -> None:
+        await self._stop(work)
+        self._core.kept.pop(work.checkpoint_id, None)
+
+    def drop_older(self, epoch: int) -> list[asyncio.Task[None]]:
+        """A higher epoch was obeyed: what an earlier controller left to be written is ended."""
+        older = [checkpoint_id for checkpoint_id, work in self._core.kept.items() if work.epoch < epoch]
+        return [task for checkpoint_id in older if (task := self.drop(checkpoint_id))]

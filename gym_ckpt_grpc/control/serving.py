@@ -1,0 +1,134 @@
+"""What every server of this project shares: its address, its options, its interceptors, and the debugging services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_channelz.v1 import _async as channelz_async
+from grpc_channelz.v1 import channelz_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from gym_ckpt_grpc.auth import Authenticator, AuthServerInterceptor
+from gym_ckpt_grpc.control.channel import MAX_REQUEST, is_local
+from gym_ckpt_grpc.control.interceptors import ErrorsInterceptor
+from gym_ckpt_grpc.protocol.errors import InvalidArgument, UsageError, Violation
+from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
+from gym_ckpt_grpc.telemetry import CallObserver, CallServerInterceptor, MetricsObserver
+
+MAX_SOCKET_PATH = 100
+"""Bytes of a Unix socket path that every system takes."""
+
+SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.so_reuseport", 0),  # a second process on the port must fail, not share it
+    ("grpc.max_receive_message_length", MAX_REQUEST),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class ServiceHost:
+    """One service on one address, with health, reflection and channelz behind the same check of credentials.
+
+    service: full name. identity: whose errors these are, or None for a server that is no participant. address:
+    `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. The rest is as
+    `ParticipantServer` says.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        address: str,
+        *,
+        identity: ParticipantIdentity | None,
+        authenticator: Authenticator | None = None,
+        allow_insecure: bool = False,
+        observer: CallObserver | None = None,
+    ) -> None:
+        if not is_local(address) and (authenticator is None or not allow_insecure):
+            needed = "an authenticator" if authenticator is None else "allow_insecure, since it has no TLS"
+            raise UsageError(f"{address} is not local: serving there needs {needed}")
+        self.address = address
+        self._service = service
+        self._asked = address
+        self._identity = identity
+        self._authenticator = authenticator
+        self._observer = observer or MetricsObserver()
+        self._server: grpc.aio.Server | None = None
+        self._health = health.aio.HealthServicer()
+
+    async def start(self, add_servicer: Callable[[grpc.aio.Server], None], *, max_calls: int | None = None) -> None:
+        """Bind and serve. max_calls: at one time. Raises UsageError naming an address that cannot be had."""
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorsInterceptor(self._identity, self._observer)]
+        if self._authenticator:
+            interceptors.append(AuthServerInterceptor(self._authenticator))
+        interceptors.append(CallServerInterceptor(self._observer))
+        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
+        add_servicer(server)
+        await self._add_debugging(server)
+        self.address = await asyncio.to_thread(self._claim)
+        try:
+            port = server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            await server.stop(0)
+            raise UsageError(f"cannot serve on {self.address}: the address is in use or not allowed") from error
+        if not self.address.startswith(("unix:", "unix-abstract:")):
+            self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        await server.start()
+        self._server = server
+
+    async def _add_debugging(self, server: grpc.aio.Server) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz_async.ChannelzServicer(), server)
+        names = (self._service, health.SERVICE_NAME, "grpc.channelz.v1.Channelz", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        for name in ("", self._service):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def _claim(self) -> str:
+        """Check a Unix socket's path: the last binder would steal it silently from a living process."""
+        if not self._asked.startswith("unix:"):
+            return self._asked
+        path = self._asked.removeprefix("unix:").removeprefix("//")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise UsageError(f"socket path {path!r} is longer than {MAX_SOCKET_PATH} bytes")
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            return self._asked
+        if not stat.S_ISSOCK(mode):
+            raise UsageError(f"{path!r} exists and is no socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(path)
+            except OSError:
+                os.unlink(path)  # left by a process that is gone
+                return self._asked
+        raise UsageError(f"another process serves on {path!r}")
+
+    async def stop(self, grace: float = 1.0) -> None:
+        """Stop serving: calls under way have `grace` seconds."""
+        if self._server is not None:
+            await self._health.enter_graceful_shutdown()
+            await self._server.stop(grace)
+            self._server = None
+
+
+def time_left(context: grpc.aio.ServicerContext[Any, Any], limit: float) -> float:
+    """Seconds until the caller's deadline, clamped; a mutating call without one is refused as INVALID_ARGUMENT."""
+    left: float | None = context.time_remaining()
+    if left is None:
+        problem = "is missing: set timeout= in Python, -max-time in grpcurl, --timeout in buf curl"
+        raise InvalidArgument(f"the gRPC deadline {problem}", violations=[Violation("deadline", problem)])
+    return min(left, limit)

@@ -1,0 +1,173 @@
+"""Tokens: where they come from and what one call's credentials may do."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from pathlib import Path
+
+import pytest
+
+from gym_ckpt_grpc.auth import ROLES, Authenticator, Role, TokenFile, TokenSource, TokenValue
+from gym_ckpt_grpc.protocol.errors import PermissionDenied, Unauthenticated
+
+STATUS = "/gymckpt.v1.ParticipantService/GetStatus"
+PREPARE = "/gymckpt.v1.ParticipantService/Prepare"
+
+
+def bearer(token: str | bytes) -> list[tuple[str, str | bytes]]:
+    return [("authorization", b"Bearer " + token if isinstance(token, bytes) else f"Bearer {token}")]
+
+
+@pytest.fixture
+def authenticator() -> Authenticator:
+    return Authenticator({Role.OBSERVER: TokenValue("see"), Role.CONTROLLER: TokenValue("do")})
+
+
+@pytest.mark.behaviour("C316")
+def test_roles(authenticator: Authenticator) -> None:
+    """An observer reads, a controller does everything, nobody calls what the table does not have."""
+    authenticator.check(STATUS, bearer("see"))
+    authenticator.check(STATUS, bearer("do"))
+    authenticator.check(PREPARE, bearer("do"))
+    with pytest.raises(PermissionDenied):
+        authenticator.check(PREPARE, bearer("see"))
+    for token in ("see", "do"):
+        with pytest.raises(PermissionDenied):
+            authenticator.check("/gymckpt.v1.ParticipantService/New", bearer(token))
+    peer = Authenticator({Role.PEER: TokenValue("p")})
+    for method in ROLES:
+        with pytest.raises(PermissionDenied):
+            peer.check(method, bearer("p"))
+
+
+@pytest.mark.behaviour("C314")
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [],
+        [("authorization", "")],
+        [("authorization", "Bearer")],
+        [("authorization", "Bearer ")],
+        [("authorization", "do")],
+        [("authorization", "Basic do")],
+        [("authorization", "Bearer d\u00f6")],
+        [("authorization", b"Bearer d\xff")],
+        [("authorization", "Bearer \udcff")],
+        [("authorization", "Bearer  do")],
+        [("authorization", "Bearer do ")],
+        [*bearer("do"), *bearer("do")],
+        [("x-authorization", "Bearer do")],
+        bearer("DO"),
+        bearer("do\n"),
+        bearer("d"),
+        bearer("dodo"),
+    ],
+)
+def test_odd_credentials_are_no_credentials(
+    authenticator: Authenticator, metadata: list[tuple[str, str | bytes]]
+) -> None:
+    """Not ASCII, empty, doubled, without a scheme, nearly right: UNAUTHENTICATED, and no other exception."""
+    with pytest.raises(Unauthenticated):
+        authenticator.check(STATUS, metadata)
+
+
+def test_scheme_and_key_in_any_case(authenticator: Authenticator) -> None:
+    """As HTTP has it."""
+    authenticator.check(PREPARE, [("Authorization", "bearer do")])
+    authenticator.check(PREPARE, bearer(b"do"))
+
+
+@pytest.mark.behaviour("C315")
+def test_every_token_is_compared_in_constant_time(
+    authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bytes, all of them on every call, whichever matches first."""
+    compared: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+
+    def compare(presented: bytes, token: bytes) -> bool:
+        compared.append((presented, token))
+        return real(presented, token)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for token in ("see", "do", "wrong"):
+        compared.clear()
+        try:
+            authenticator.check(STATUS, bearer(token))
+        except Unauthenticated:
+            assert token == "wrong"
+        assert compared == [(token.encode(), b"see"), (token.encode(), b"do")]
+
+
+@pytest.mark.behaviour("C319")
+def test_health_may_be_opened() -> None:
+    """By setting, and nothing else with it."""
+    health = "/grpc.health.v1.Health/Check"
+    tokens = {Role.CONTROLLER: TokenValue("t")}
+    with pytest.raises(Unauthenticated):
+        Authenticator(tokens).check(health, [])
+    opened = Authenticator(tokens, open_health=True)
+    opened.check(health, [])
+    with pytest.raises(Unauthenticated):
+        opened.check(STATUS, [])
+
+
+@pytest.mark.behaviour("C320")
+@pytest.mark.parametrize("content", [b"token", b"token\n", b"token\r\n", b"  token\n\n"])
+def test_a_newline_is_no_part_of_the_token(tmp_path: Path, content: bytes) -> None:
+    """Nor are the blanks that an editor leaves."""
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    assert TokenFile(path).token() == b"token"
+
+
+def test_token_files_that_cannot_be(tmp_path: Path) -> None:
+    """Missing, empty, with what cannot travel in a header: refused at the start, naming the file, not the content."""
+    path = tmp_path / "token"
+    for content in (None, b"", b"\n", b"sec\nret", b"s\xffcret", b"sec ret", b"ret" * 7000):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match="token") as caught:
+            TokenFile(path)
+        assert str(path) in str(caught.value)
+        assert "ret" not in str(caught.value).replace(str(path), "")
+    for value in ("", "  ", "d\u00f6", "a b"):
+        with pytest.raises(ValueError):
+            TokenValue(value)
+    with pytest.raises(ValueError):
+        Authenticator({})
+
+
+def test_a_token_file_is_read_again(tmp_path: Path) -> None:
+    """When it changes, also within one tick of the clock and with the same length; a gap keeps the old token."""
+    path = tmp_path / "token"
+    path.write_text("one")
+    source = TokenFile(path)
+    new = tmp_path / "new"
+    new.write_text("two")
+    os.replace(new, path)
+    source.refresh()
+    assert source.token() == b"two"
+    path.unlink()
+    source.refresh()
+    assert source.token() == b"two"
+    path.write_text("")
+    source.refresh()
+    assert source.token() == b"two"
+    path.write_text("not\none")
+    source.refresh()
+    assert source.token() == b"two"
+    path.write_text("three")
+    source.refresh()
+    assert source.token() == b"three"
+
+
+@pytest.mark.behaviour("C320")
+def test_no_token_in_a_repr(tmp_path: Path) -> None:
+    """Neither of the sources nor of what holds them."""
+    path = tmp_path / "file"
+    path.write_text("marker-token")
+    sources: list[TokenSource] = [TokenValue("marker-token"), TokenFile(path)]
+    shown = [repr(x) + str(x) for x in [*sources, Authenticator({Role.OBSERVER: sources[0], Role.PEER: sources[1]})]]
+    assert "marker" not in "".join(shown)
