@@ -15,11 +15,12 @@ BIN := $(VENV)/bin
 GEN_PYTHON := .venv-gen/bin/python
 
 CHECKED := gym_ckpt_grpc tests tools $(wildcard benchmarks)
-# What runs under the other Pythons too: everything that starts no server processes.
-UNIT := tests --ignore=tests/e2e --ignore=tests/interop -m "not e2e and not soak"
+# What runs under the other Pythons too: all that starts no server processes, without the long random runs.
+UNIT := tests --ignore=tests/e2e --ignore=tests/interop --ignore=tests/random --ignore=tests/fuzz \
+	--ignore=tests/testing -m "not e2e and not soak"
 RELEASED := protos/released.binpb
 
-.PHONY: help setup demo test test-python check style types rooms sizes behaviour gen gen-check lint breaking \
+.PHONY: help setup demo test test-python check mutants style types rooms sizes behaviour gen gen-check lint breaking \
 	bench soak lock clean
 
 help: ## List the targets
@@ -97,10 +98,11 @@ test-python: setup .venv-oldest/.installed ## Run the unit tests under the other
 		.venv-$$version/bin/python -m pytest -q $(UNIT); \
 	done
 
-# Exit status 5 of pytest: nothing is marked `soak`.
-soak: setup .venv-oldest/.installed ## Run the long tests (marked soak)
-	@status=0; $(BIN)/python -m pytest -m soak $(ARGS) || status=$$?; \
-	if [ $$status -eq 5 ]; then echo "no test is marked soak yet"; else exit $$status; fi
+soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked soak, and every seeded fault
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+mutants: setup ## Put each seeded fault of tests/mutants.toml into a copy; its tests must find it (ARGS="words")
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 bench: setup ## Run the benchmarks
 	@if [ -n "$(wildcard benchmarks/*.py)" ]; then $(BIN)/python -m benchmarks $(ARGS); \
@@ -110,6 +112,8 @@ bench: setup ## Run the benchmarks
 
 check: style types rooms lint gen-check sizes ## Everything that needs no test run; what CI runs first
 	@$(BIN)/python tools/behaviour.py --check
+	@$(BIN)/python tools/mutants.py --list
+	@$(BIN)/python tools/errors_page.py --check
 
 style: setup ## ruff: rules and format
 	$(BIN)/ruff check $(CHECKED)

@@ -20,8 +20,10 @@ from gym_ckpt_grpc.protocol.errors import ControlError, LeaseLost
 class Hold:
     """One lease at one participant for one checkpoint.
 
-    accepted: whether the participant has accepted a call of it; before that, a refused renewal says nothing.
-    counted_from: monotonic seconds of the sending of the last accepted call. lost: why it is gone.
+    accepted: whether the participant has accepted a call of it; before that, a refused renewal is no loss, but it
+    is heard. counted_from: monotonic seconds of the sending of the last accepted call, or before the first one, of
+    the last call that was answered at all: a Prepare that waits behind a cable that was cut must not wait for ever.
+    lost: why it is gone.
     """
 
     member: Member
@@ -69,11 +71,18 @@ class Holds:
             hold.accepted = True
         self.check(hold)
 
+    def hear(self, hold: Hold, sent_at: float) -> None:
+        """A call sent at `sent_at` was refused before the first one was accepted: the participant is there."""
+        with self._lock:
+            if not hold.accepted:
+                hold.counted_from = max(hold.counted_from, sent_at)
+
     def check(self, hold: Hold) -> bool:
         """Whether the lease is held, by the count alone; marks it lost if it is not."""
         now = self.clock()
-        if hold.accepted and not hold.released and hold.lost is None and now >= hold.expires:
-            text = f"no call was accepted for {now - hold.counted_from:.1f} s, the lease is {hold.ttl:.1f} s"
+        if not hold.released and hold.lost is None and now >= hold.expires:
+            what = "accepted" if hold.accepted else "answered"
+            text = f"no call was {what} for {now - hold.counted_from:.1f} s, the lease is {hold.ttl:.1f} s"
             self.lose(hold, LeaseLost(text, participant=hold.member.name))
         return hold.lost is None
 

@@ -119,9 +119,7 @@ class Renewal:
         """Renew until released or lost; after a failed try sooner than after a good one."""
         clock, next_at = self.holds.clock, hold.begun + hold.ttl / 3
         while not hold.released and self.holds.check(hold):
-            pause = next_at - clock()
-            if hold.accepted:
-                pause = min(pause, hold.expires - clock())
+            pause = min(next_at, hold.expires) - clock()
             if pause > 0:
                 await asyncio.sleep(pause)
                 continue
@@ -132,16 +130,14 @@ class Renewal:
     async def _renew(self, hold: Hold, sent_at: float) -> bool:
         assert self._connections is not None
         member = hold.member
-        seconds = hold.ttl / 6
-        if hold.accepted:
-            seconds = min(seconds, max(0.001, hold.expires - sent_at))
+        seconds = min(hold.ttl / 6, max(0.001, hold.expires - sent_at))
         request = participant_pb2.RenewLeaseRequest(context=self._context(hold.checkpoint_id))
         try:
             reply = await self._connections.stub(member.address).RenewLease(request, timeout=seconds)
             changed = identity_problem(member.identity, identity_of(reply))
         except grpc.aio.AioRpcError as failure:
             error, transport = failure_of(failure, member.name, member.address)
-            self._refused(hold, error, transport)
+            self._refused(hold, error, transport, sent_at)
             return False
         if changed:
             self.holds.lose(hold, LeaseLost(changed.message, participant=member.name))
@@ -149,9 +145,10 @@ class Renewal:
         self.holds.count(hold, sent_at)
         return True
 
-    def _refused(self, hold: Hold, error: ControlError, transport: str) -> None:
+    def _refused(self, hold: Hold, error: ControlError, transport: str, sent_at: float) -> None:
         if transport:
             return  # tried again until the count says that it is gone
+        self.holds.hear(hold, sent_at)
         if isinstance(error, StaleController):
             self.holds.lose(hold, error)
         elif hold.accepted and error.code in GONE:

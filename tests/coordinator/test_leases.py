@@ -51,8 +51,10 @@ async def test_a_lease_counts_from_the_sending_of_the_last_accepted_call(member:
     clock, lost = FakeClock(), list[Hold]()
     holds = Holds(lost.append, clock)
     hold = holds.begin(member, "c", 30.0)
-    clock.now = 170.0
-    assert holds.check(hold)  # nothing was accepted yet, so nothing can be lost
+    clock.now = 129.9
+    holds.hear(hold, sent_at=129.0)  # a refused renewal: its Prepare has not arrived yet, but it is there
+    clock.now = 158.9
+    assert holds.check(hold)
     holds.count(hold, sent_at=150.0)
     clock.now = 179.9
     assert holds.check(hold)
@@ -62,6 +64,18 @@ async def test_a_lease_counts_from_the_sending_of_the_last_accepted_call(member:
     holds.count(hold, sent_at=179.0)
     assert isinstance(hold.lost, LeaseLost)  # lost stays lost
     assert hold.lost.participant == "agent/agent/0"
+
+
+async def test_a_participant_that_answers_nothing_for_a_whole_lease_is_lost_before_its_first_reply(
+    member: Member,
+) -> None:
+    """A Prepare that waits behind a cable that was cut is not waited for until its own deadline."""
+    clock, lost = FakeClock(), list[Hold]()
+    holds = Holds(lost.append, clock)
+    hold = holds.begin(member, "c", 30.0)
+    clock.now = 130.0
+    assert not holds.check(hold)
+    assert [h.member for h in lost] == [member]
 
 
 async def test_a_reply_that_took_longer_than_the_lease_finds_it_lost(member: Member) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from pathlib import Path
 
 import pytest
 
-from gym_ckpt_grpc.coordinator import CommitFailed, Coordinator, Fleet, FleetError
+from gym_ckpt_grpc.coordinator import CommitFailed, Coordinator, Fleet, FleetError, Server
 from gym_ckpt_grpc.protocol import ControlError
-from gym_ckpt_grpc.storage import CheckpointRoot
+from gym_ckpt_grpc.protocol.errors import LeaseLost
+from gym_ckpt_grpc.storage import CheckpointRoot, Level, verify_checkpoint
+from gym_ckpt_grpc.testing import Network
 from gymckpt.v1 import participant_pb2 as pb
 from tests.faults.harness import Participants, participants
 
@@ -59,6 +62,54 @@ async def test_a_stopped_controller_costs_a_lease_and_the_keepalive(tmp_path: Pa
         finally:
             controller.signal(signal.SIGCONT)
             controller.kill()
+
+
+async def test_a_cut_off_controller_costs_a_lease_and_the_keepalive(tmp_path: Path) -> None:
+    """The cable is pulled inside a Prepare that waits: no reset arrives, and the controller lives on elsewhere."""
+    with participants(tmp_path, "policy_model") as fleet:
+        fleet.processes["policy_model"].tell("run r")
+        async with Network() as network:
+            cable = await network.cable(fleet.addresses["policy_model"])
+            far = Server(kind="policy_model", service="scripted", address=cable.address)
+            control = Coordinator(Fleet([far]), root=fleet.root.as_uri(), lease_ttl=LEASE, exit_timeout=1.0)
+
+            async def wait_in_prepare() -> None:
+                async with control, control.checkpoint(deadline=300) as checkpoint:
+                    await checkpoint.prepare(ready_within=250)
+
+            waiting = asyncio.create_task(wait_in_prepare())
+            async with fleet.stub("policy_model") as stub:
+                async for reply in stub.WatchStatus(pb.WatchStatusRequest(), timeout=30):
+                    if reply.status.phase == pb.PHASE_PREPARING:
+                        break
+            cable.stall()
+            try:
+                assert await fleet.seconds_until_idle("policy_model", 60) <= LEASE + KEEPALIVE + SLACK
+                with pytest.raises(LeaseLost, match="policy_model/scripted/0"):
+                    await waiting
+            finally:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_controller_killed_at_random_moments_publishes_whole_or_not_at_all(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    """SIGKILL while it commits and publishes: what the root says is published restores, and the fleet opens."""
+    with participants(tmp_path, "policy_model", "resources") as fleet:
+        for name in ("a", "b", "c"):
+            fleet.processes["resources"].tell(f"live {name}")
+        for _ in range(6):
+            controller = fleet.controller(lease=LEASE)
+            controller.tell("go on", answer=False)
+            await asyncio.sleep(rng.uniform(0.0, 0.15))  # a moment, not a condition: any is as good as another
+            controller.kill()
+            for kind in ("policy_model", "resources"):
+                await fleet.seconds_until_idle(kind, 30)
+            root = CheckpointRoot(str(fleet.root))
+            for listed in root.published():
+                findings = list(verify_checkpoint(root, listed.publication.checkpoint_id))
+                assert findings[-1].level is Level.PASSED, [f for f in findings if f.is_fault]
 
 
 @pytest.mark.behaviour("C215", "C217")
@@ -139,7 +190,7 @@ async def test_a_blocked_event_loop_is_found_silent_within_the_deadline(tmp_path
         fleet.processes["policy_model"].tell("block 8", answer=False)
         await asyncio.sleep(0.3)  # the line reaches the other process; nothing else can tell
         control = Coordinator(Fleet.from_yaml(fleet.fleet_file), root=fleet.root.as_uri(), discovery_timeout=2.0)
-        with pytest.raises(FleetError, match="SILENT|DOWN"):
+        with pytest.raises(FleetError, match=r"SILENT|DOWN"):
             async with control:
                 pytest.fail("it was entered")
 
