@@ -33,6 +33,7 @@ _COORDINATOR = {
     "ListParticipants": _READERS,
     "GetCheckpoint": _READERS,
     "ListCheckpoints": _READERS,
+    "ListCheckpointEpisodes": _READERS,
     "VerifyCheckpoint": _READERS,
     "WatchEvents": _READERS,
     "PrepareCheckpoint": _WRITERS,

@@ -12,6 +12,7 @@ from typing import Any, Self
 from gym_ckpt_grpc.auth import TokenSource
 from gym_ckpt_grpc.coordinator.calls import Retries
 from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
+from gym_ckpt_grpc.coordinator.detaching import go_on, renew
 from gym_ckpt_grpc.coordinator.errors import ForgetFailed, describe
 from gym_ckpt_grpc.coordinator.events import Event, EventKind, Events
 from gym_ckpt_grpc.coordinator.fanout import STAGE_GRACE, until_done
@@ -27,13 +28,14 @@ from gym_ckpt_grpc.coordinator.retiring import (
     retire_everywhere,
 )
 from gym_ckpt_grpc.coordinator.session import Session, Settings
+from gym_ckpt_grpc.coordinator.session_state import SessionState
 from gym_ckpt_grpc.coordinator.takeover import settle_open
 from gym_ckpt_grpc.coordinator.threads import in_thread
 from gym_ckpt_grpc.coordinator.transaction import Checkpoint
 from gym_ckpt_grpc.protocol.errors import ControlError, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId, checkpoint_id_problem
 from gym_ckpt_grpc.protocol.lease import DEFAULT_LEASE_TTL, MAX_LEASE_TTL
-from gym_ckpt_grpc.storage import LATEST, CheckpointRoot, FileLayer
+from gym_ckpt_grpc.storage import LATEST, CheckpointRoot, FileLayer, delete_checkpoint
 from gym_ckpt_grpc.telemetry import CallObserver
 
 LEAVE_PATIENCE = 5.0
@@ -99,11 +101,53 @@ class Coordinator:
         self._credentials = Credentials(token=token, allow_insecure=allow_insecure, observer=observer)
         self._retries = retries
         self._session: Session | None = None
+        self._state: SessionState | None = None
+
+    @classmethod
+    def attach(
+        cls,
+        state: SessionState,
+        *,
+        token: TokenSource | None = None,
+        allow_insecure: bool = False,
+        discovery_timeout: float = 60.0,
+        exit_timeout: float = 30.0,
+        on_event: Callable[[Event], None] | None = None,
+        files: FileLayer | None = None,
+        retries: Retries | None = None,
+    ) -> Self:
+        """The same controller in another process: it goes on with what `detach` left open, under the same epoch.
+
+        Entering it claims nothing and ends nothing; `attached` then gives the checkpoint or restore. Raises
+        FleetInvalid, InvalidArgument for a state that is not usable; entering raises StaleController if a newer
+        controller has taken over.
+        """
+        coordinator = cls(
+            Fleet.from_mapping(state.fleet, source="the session's fleet"),
+            root=state.root,
+            controller_id=state.controller_id,
+            run_id=state.run_id,
+            token=token,
+            allow_insecure=allow_insecure,
+            lease_ttl=state.lease_ttl,
+            discovery_timeout=discovery_timeout,
+            exit_timeout=exit_timeout,
+            on_event=on_event,
+            files=files,
+            retries=retries,
+        )
+        coordinator._state = state
+        return coordinator
 
     @property
     def epoch(self) -> int:
         """The epoch claimed; 0 outside the block."""
         return self._session.epoch if self._session else 0
+
+    @property
+    def open_id(self) -> str:
+        """The checkpoint or restore that is open now, or empty."""
+        return self._session.open_id if self._session else ""
 
     # ---- the block
 
@@ -129,6 +173,10 @@ class Coordinator:
 
     async def _enter(self, session: Session) -> None:
         deadline = Deadline(self._settings.discovery_timeout)
+        if self._state:
+            await go_on(session, self._state, deadline)
+            await session.renewal.start()
+            return
         await in_thread(self.root.preflight, "preparing the root", deadline)
         found = await session.members(deadline)
 
@@ -168,7 +216,7 @@ class Coordinator:
             await session.connections.close()
         finally:
             claim = session.claim
-            if claim is not None and not session.replaced:
+            if claim is not None and not session.replaced and not session.handed_on:
                 try:
                     await in_thread(lambda: self.root.sequence.release(claim), "releasing the epoch")
                 except ControlError as error:
@@ -176,12 +224,17 @@ class Coordinator:
 
     # ---- operations
 
-    def checkpoint(self, *, deadline: float = 120.0, checkpoint_id: str | None = None) -> Checkpoint:
+    def checkpoint(
+        self, *, deadline: float = 120.0, checkpoint_id: str | None = None, lease_ttl: float | None = None
+    ) -> Checkpoint:
         """A new checkpoint, to be entered with `async with`. Picks an id and sends nothing.
 
-        deadline: seconds for all its operations together, from the entering of the block.
+        deadline: seconds for all its operations together, from the entering of the block. lease_ttl: if it is not to be
+        the coordinator's.
         """
-        return Checkpoint(self._entered(), _new_id(checkpoint_id, "ckpt"), deadline)
+        checkpoint = Checkpoint(self._entered(), self.fleet, _new_id(checkpoint_id, "ckpt"), deadline)
+        checkpoint.lease_ttl = _lease(lease_ttl)
+        return checkpoint
 
     def restoring(
         self,
@@ -190,14 +243,29 @@ class Coordinator:
         scope: Iterable[EpisodeId] | None = None,
         deadline: float = 120.0,
         restore_id: str | None = None,
+        lease_ttl: float | None = None,
     ) -> Restoration:
         """A restore of a published checkpoint, to be entered with `async with`.
 
         source: its id, or "latest". scope: episodes as they stand in it; None: all that it continues. deadline:
-        seconds for verifying and installing.
+        seconds for verifying and installing. lease_ttl: if it is not to be the coordinator's.
         """
         chosen = None if scope is None else tuple(scope)
-        return Restoration(self._entered(), source, chosen, _new_id(restore_id, "restore"), deadline)
+        restore = Restoration(self._entered(), self.fleet, source, chosen, _new_id(restore_id, "restore"), deadline)
+        restore.lease_ttl = _lease(lease_ttl)
+        return restore
+
+    def attached(self, *, deadline: float = 120.0) -> Checkpoint | Restoration:
+        """What `attach` goes on with, to be entered with `async with`: a Checkpoint, or an installed Restoration.
+
+        deadline: seconds for all its operations here. Raises UsageError for a coordinator that was not attached.
+        """
+        session, state = self._entered(), self._state
+        if state is None:
+            raise UsageError("this coordinator is not attached to anything")
+        if state.purpose == "restore":
+            return Restoration(session, self.fleet, state.source, None, state.checkpoint_id, deadline, state=state)
+        return Checkpoint(session, self.fleet, state.checkpoint_id, deadline, state=state)
 
     async def status(self, timeout: float | None = None) -> list[Sighting]:
         """What looking at every server finds now, in listing order. Does not fail for one that is down."""
@@ -233,6 +301,34 @@ class Coordinator:
             raise ForgetFailed(f"Forget was not begun: {describe(missing)}", missing)
         return await forget_everywhere(session, members, chosen, limit, checkpoint_id=session.open_id)
 
+    async def renew(self, *, deadline: float = 5.0) -> list[Outcome[Any]]:
+        """Extend every participant's lease of what is open now by the same duration: `lease_ttl` from here on.
+
+        Leases are renewed in the background all the same. One outcome per participant that holds one. Raises LeaseLost
+        where a required one is gone, StaleController.
+        """
+        session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
+        open_id = session.open_id
+        members = [hold.member for hold in session.renewal.holds.of(open_id)]
+        outcomes = await renew(session, open_id, members, limit)
+        session.require_leases(open_id)
+        return outcomes
+
+    async def delete(self, checkpoint_id: str, *, deadline: float = 60.0) -> None:
+        """Delete a checkpoint that nothing holds; one that is deleted already is fine.
+
+        Raises CheckpointConflict naming the holder (it is the newest, pinned, open, or unreadable), StateNotFound,
+        StaleController, and StateUnwritable where it was interrupted: again finishes it.
+        """
+        session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
+        session.check()
+        open_ids = {session.open_id, session.pin.checkpoint_id if session.pin else ""}
+        epoch = session.epoch
+        await in_thread(
+            lambda: delete_checkpoint(self.root, checkpoint_id, epoch=epoch, open_ids=open_ids), "deleting", limit
+        )
+        self.events.add(EventKind.RETENTION, "deleted", checkpoint_id=checkpoint_id)
+
     async def reopened(self, timeout: float | None = None) -> bool:
         """Wait for pending Resumes; whether none is left. timeout: seconds, or None for no limit of its own."""
         session = self._entered()
@@ -246,6 +342,10 @@ class Coordinator:
         if self._session is None:
             raise UsageError("use the coordinator inside its `async with` block")
         return self._session
+
+
+def _lease(seconds: float | None) -> float | None:
+    return None if seconds is None else min(positive_seconds("lease_ttl", seconds), MAX_LEASE_TTL)
 
 
 def _new_id(given: str | None, prefix: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 log = logging.getLogger("gym_ckpt_grpc.coordinator")
@@ -47,6 +48,7 @@ class Events:
         self._listener = listener
         self._kept: deque[Event] = deque(maxlen=limit)
         self._number = 0
+        self._followers: set[asyncio.Event] = set()
 
     def __iter__(self) -> Iterator[Event]:
         return iter(list(self._kept))
@@ -58,11 +60,35 @@ class Events:
         """The remembered events from this number on."""
         return [event for event in self._kept if event.number >= number]
 
+    @property
+    def last(self) -> int:
+        """The number of the last one; 0 if there was none."""
+        return self._number
+
+    async def follow(self, number: int = 0) -> AsyncIterator[Event]:
+        """The remembered events from this number on, then each as it happens, for ever.
+
+        One that is forgotten before a slow reader comes to it is left out.
+        """
+        news = asyncio.Event()
+        self._followers.add(news)
+        try:
+            while True:
+                news.clear()
+                for event in self.since(number):
+                    number = event.number + 1
+                    yield event
+                await news.wait()
+        finally:
+            self._followers.discard(news)
+
     def add(self, kind: EventKind, message: str, *, checkpoint_id: str = "", participant: str = "") -> None:
         """Append one; what the listener raises is logged and goes no further."""
         self._number += 1
         event = Event(self._number, kind, message, checkpoint_id, participant, time.monotonic())
         self._kept.append(event)
+        for news in self._followers:
+            news.set()
         log.info("%s %s%s %s", kind.name.lower(), checkpoint_id, f" {participant}" if participant else "", message)
         if self._listener:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import os
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import yaml
 
 from gym_ckpt_grpc.coordinator.errors import FleetInvalid
+from gym_ckpt_grpc.coordinator.resolving import Resolver, addresses_of
 from gym_ckpt_grpc.protocol.identity import PROTOCOL_MINOR, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import checkpoint_id_problem
 
@@ -93,10 +95,11 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One address to call, and the declaration it comes from."""
+    """One address to call, and the declaration it comes from. problem: why there is none, such as of a name."""
 
     server: Server
     address: str
+    problem: str = ""
 
 
 class Discovery(Protocol):
@@ -108,17 +111,23 @@ class Discovery(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Declared servers. Raises FleetInvalid if a kind of `require_kinds` has none."""
+    """Declared servers. Raises FleetInvalid if a kind of `require_kinds` has none.
+
+    resolver: what `dns:///` names stand for, if the system is not to be asked.
+    """
 
     servers: tuple[Server, ...]
     require_kinds: tuple[ParticipantKind | str, ...] = field(default=(ParticipantKind.POLICY_MODEL,))
+    resolver: Resolver | None = field(default=None, compare=False, repr=False)
 
     def __init__(
         self,
         servers: Iterable[Server],
         *,
         require_kinds: Iterable[ParticipantKind | str] = (ParticipantKind.POLICY_MODEL,),
+        resolver: Resolver | None = None,
     ) -> None:
+        object.__setattr__(self, "resolver", resolver)
         ordered = sorted(servers, key=_listing_order)
         kinds = tuple(_kind(kind, True, "require_kinds") for kind in require_kinds)
         object.__setattr__(self, "servers", tuple(ordered))
@@ -136,8 +145,20 @@ class Fleet:
         return tuple(server for server in self.servers if server.participant)
 
     async def resolve(self) -> list[Endpoint]:
-        """One endpoint per declared address: the static Discovery."""
-        return [Endpoint(server, server.address) for server in self.participants]
+        """One endpoint per address, names resolved anew at each call; one with a problem for a name without any."""
+        servers = self.participants
+        found = await asyncio.gather(*(addresses_of(server.address, self.resolver) for server in servers))
+        endpoints = []
+        for server, (addresses, problem) in zip(servers, found, strict=True):
+            endpoints += [Endpoint(server, address) for address in addresses]
+            if problem:
+                endpoints.append(Endpoint(server, server.address, problem))
+        return endpoints
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain data that `from_mapping` reads back as an equal fleet."""
+        kinds = [ParticipantKind(kind).value for kind in self.require_kinds]
+        return {"servers": [_plain(server) for server in self.servers], "require_kinds": kinds}
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Fleet:
@@ -167,6 +188,17 @@ class Fleet:
 def _listing_order(server: Server) -> tuple[int, str, str, str]:
     place = KIND_ORDER.index(server.state_kind) if server.participant else len(KIND_ORDER)
     return (place, server.service, server.instance or "", server.address)
+
+
+def _plain(server: Server) -> dict[str, Any]:
+    values = {
+        item.name: getattr(server, item.name) for item in fields(server) if getattr(server, item.name) is not None
+    }
+    return {name: list(value) if isinstance(value, tuple) else _word(value) for name, value in values.items()}
+
+
+def _word(value: Any) -> Any:
+    return value.value if isinstance(value, ParticipantKind) else value
 
 
 _TYPES: dict[str, tuple[type, str]] = {

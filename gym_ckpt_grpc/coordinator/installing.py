@@ -126,7 +126,7 @@ class Installing:
         def request(member: Member, seconds: float) -> participant_pb2.RestoreRequest:
             return participant_pb2.RestoreRequest(
                 context=session.context(restore_id),
-                lease_ttl=wire.duration(session.settings.lease_ttl),
+                lease_ttl=wire.duration(session.lease_ttl),
                 storage_uri=found.location.uri,
                 source_checkpoint_id=found.manifest.checkpoint_id,
                 expected_manifest_digest=digests[member.identity.place],
@@ -135,7 +135,7 @@ class Installing:
             )
 
         for member in self._members:
-            session.renewal.begin(member, restore_id, session.settings.lease_ttl)
+            session.renewal.begin(member, restore_id, session.lease_ttl)
         outcomes = await session.ask(self._members, "Restore", request, deadline, heard=self._hear, lease_of=restore_id)
         if failed := failures(outcomes):
             text = f"Restore failed on {len(failed)} of {len(outcomes)}: {describe(failed)}"

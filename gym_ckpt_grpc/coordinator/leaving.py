@@ -83,7 +83,7 @@ class Leaving:
             self._state = CheckpointState.STOPPED
         stays_closed = published and checkpoint.stop and checkpoint.on_stop == "close"
         if session.replaced or stays_closed or not checkpoint.members:
-            self._let_go()
+            self.let_go()
         elif published and checkpoint.reopening and not checkpoint.reopening.pending:
             self._reopening = checkpoint.reopening
         else:
@@ -102,7 +102,8 @@ class Leaving:
         except ControlError as error:
             self.notes.append(f"whether {self._checkpoint.id} is published could not be read: {error}")
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Renew no lease of it any more."""
         for member in self._checkpoint.members:
             self._session.renewal.release(member, self._checkpoint.id)
 

@@ -108,16 +108,18 @@ async def look(endpoints: Sequence[Endpoint], connections: Connections, timeout:
 async def _look_at(endpoint: Endpoint, connections: Connections, timeout: float) -> Sighting:
     begun, deadline = time.monotonic(), Deadline(timeout)
     server, address = endpoint.server, endpoint.address
+    if endpoint.problem:
+        return Sighting(server, address, Finding.DOWN, message=endpoint.problem)
     stub, channel = connections.stub(address), connections.channel(address)
 
-    def sighting(finding: Finding, message: str, identity: ParticipantIdentity | None = None) -> Sighting:
-        return Sighting(server, address, finding, identity, None, message, time.monotonic() - begun)
+    def sighting(finding: Finding, message: str) -> Sighting:
+        return Sighting(server, address, finding, message=message, seconds=time.monotonic() - begun)
 
     for attempt in range(CONNECTION_TRIES):
         try:
             reply = await stub.GetStatus(participant_pb2.GetStatusRequest(), timeout=deadline.left())
         except grpc.aio.AioRpcError as failure:
-            finding, message = _failed_finding(failure, server, address, channel)
+            finding, message = failed_finding(failure, server, address, channel)
             if finding is not Finding.DOWN or attempt + 1 == CONNECTION_TRIES:
                 return sighting(finding, f"{message} ({time.monotonic() - begun:.1f} s, {attempt + 1} tries)")
             pause = CONNECTION_PAUSE * 2**attempt
@@ -125,18 +127,29 @@ async def _look_at(endpoint: Endpoint, connections: Connections, timeout: float)
                 return sighting(finding, f"{message} ({time.monotonic() - begun:.1f} s, {attempt + 1} tries)")
             await asyncio.sleep(pause)
             continue
-        try:
-            identity = identity_of(reply)
-        except ValueError as unknown:
-            return sighting(Finding.WRONG_IDENTITY, str(unknown))
-        found = _judge(server, identity)
-        return replace(sighting(*found, identity), status=reply.status)
+        return sighting_of(server, address, reply, begun)
     raise AssertionError("unreachable")
 
 
-def _failed_finding(
+def sighting_of(
+    server: Server,
+    address: str,
+    reply: participant_pb2.GetStatusResponse | participant_pb2.WatchStatusResponse,
+    begun: float,
+) -> Sighting:
+    """What a status says about the server that gave it. begun: monotonic seconds of the question."""
+    try:
+        identity = identity_of(reply)
+    except ValueError as unknown:
+        return Sighting(server, address, Finding.WRONG_IDENTITY, message=str(unknown))
+    finding, message = _judge(server, identity)
+    return Sighting(server, address, finding, identity, reply.status, message, time.monotonic() - begun)
+
+
+def failed_finding(
     failure: grpc.aio.AioRpcError, server: Server, address: str, channel: grpc.aio.Channel
 ) -> tuple[Finding, str]:
+    """What a failed status call says about a server."""
     error, transport = failure_of(failure, server.service, address)
     if error.code in (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED):
         return Finding.REFUSED, "credentials were refused"
@@ -203,6 +216,9 @@ def membership(sightings: Iterable[Sighting], connections: Connections) -> Membe
             members.setdefault(s.identity.incarnation_id, connections.member(endpoint, s.identity))
         if not s.ok:
             place = str(s.identity) if s.identity else f"{s.server.kind}/{s.server.service}/{s.server.instance or '0'}"
-            name = f"{place}#missing" if s.finding is Finding.TOO_FEW else place
+            one_of_several = not s.identity and s.address != s.server.address
+            name = place
+            if s.finding is Finding.TOO_FEW or one_of_several:  # not to be taken for a member that is there
+                name = f"{place}#{s.address if one_of_several else 'missing'}"
             excluded[name] = f"{s.finding.name}: {s.message}"
     return Membership(tuple(by_listing_order(members.values())), sightings, excluded)

@@ -15,6 +15,7 @@ from gym_ckpt_grpc.coordinator.member import Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
 from gym_ckpt_grpc.coordinator.report import FleetReport
 from gym_ckpt_grpc.coordinator.session import Heard, Session
+from gym_ckpt_grpc.coordinator.stage_progress import told
 from gym_ckpt_grpc.protocol.errors import InvalidPhase
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.phases import Phase
@@ -58,15 +59,16 @@ class Preparing:
     async def _stage(self, stage: list[Member], part: Deadline, deadline: Deadline) -> list[Outcome[Any]]:
         session, checkpoint_id = self._session, self._checkpoint_id
         for member in stage:
-            session.renewal.begin(member, checkpoint_id, session.settings.lease_ttl)
-        outcomes = await session.ask(
-            stage,
-            "Prepare",
-            prepare_request(session, checkpoint_id, part),
-            deadline.within(part.left() + CALL_GRACE),
-            heard=self._heard,
-            lease_of=checkpoint_id,
-        )
+            session.renewal.begin(member, checkpoint_id, session.lease_ttl)
+        async with told(session, stage, checkpoint_id):
+            outcomes = await session.ask(
+                stage,
+                "Prepare",
+                prepare_request(session, checkpoint_id, part),
+                deadline.within(part.left() + CALL_GRACE),
+                heard=self._heard,
+                lease_of=checkpoint_id,
+            )
         return [_resumed_meanwhile(outcome) for outcome in outcomes]
 
     def _exclude_or_raise(self, stage: list[Member], answers: list[Outcome[Any]], outcomes: list[Outcome[Any]]) -> None:
@@ -122,7 +124,7 @@ def prepare_request(session: Session, checkpoint_id: str, part: Deadline) -> Any
         return participant_pb2.PrepareRequest(
             context=session.context(checkpoint_id),
             ready_within=wire.duration(min(part.left(), seconds * 0.9)),
-            lease_ttl=wire.duration(session.settings.lease_ttl),
+            lease_ttl=wire.duration(session.lease_ttl),
         )
 
     return build

@@ -103,7 +103,7 @@ class Reopening:
             member,
             "Resume",
             lambda member, seconds: request,
-            Deadline(session.settings.lease_ttl + KEEPALIVE_GRACE),
+            Deadline(session.lease_ttl + KEEPALIVE_GRACE),
             try_limit=TRY_LIMIT,
             on_retry=lambda tries, error: self._on_retry(member, tries, error),
             pin=False,

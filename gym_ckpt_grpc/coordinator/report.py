@@ -12,8 +12,9 @@ NO_RECORD = "no_record"
 LEFT_OUT = "left_out"
 EXCLUDED = "excluded"
 RESTART = "restart"
+LOST = "lost"
 """Why a rollout starts over from its input: no participant has a record of it; its state turned out to be gone;
-a server that may hold it takes no part; a participant cannot capture it."""
+a server that may hold it takes no part; a participant cannot capture it; a process that held it was replaced."""
 
 
 @dataclass(frozen=True, slots=True)

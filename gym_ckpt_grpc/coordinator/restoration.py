@@ -15,9 +15,11 @@ from typing import Any, Self
 
 from gym_ckpt_grpc.coordinator import ledger
 from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
+from gym_ckpt_grpc.coordinator.detaching import members_of, renew, state_of, take_up
 from gym_ckpt_grpc.coordinator.errors import RestoreFailed, describe
 from gym_ckpt_grpc.coordinator.events import EventKind
-from gym_ckpt_grpc.coordinator.installing import Installing, Plan
+from gym_ckpt_grpc.coordinator.fleet import Fleet
+from gym_ckpt_grpc.coordinator.installing import PENDING, Installing, Plan
 from gym_ckpt_grpc.coordinator.leaving import leave_shielded
 from gym_ckpt_grpc.coordinator.looking import Membership
 from gym_ckpt_grpc.coordinator.member import Member
@@ -25,6 +27,7 @@ from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
 from gym_ckpt_grpc.coordinator.reopening import Reopening
 from gym_ckpt_grpc.coordinator.retiring import retire_everywhere
 from gym_ckpt_grpc.coordinator.session import Session
+from gym_ckpt_grpc.coordinator.session_state import SessionState, Step, episodes, keys
 from gym_ckpt_grpc.coordinator.takeover import settle_open
 from gym_ckpt_grpc.coordinator.threads import in_thread
 from gym_ckpt_grpc.protocol.errors import GymCkptError, UsageError
@@ -41,11 +44,19 @@ class Restoration:
     id: of the restore itself. source: the checkpoint as read. continued: episodes as installed, in the
     checkpoint's order: send exactly these attempts. restarts: the rollouts that start over from their input, as
     they stand in the checkpoint, with the reason. placements: installed episode -> participants that hold its
-    state, `kind/service/instance`. outcomes: of the Restore, one per participant.
+    state, `kind/service/instance`. outcomes: of the Restore, one per participant; resumed: of the Resume after it.
     """
 
     def __init__(
-        self, session: Session, selector: str, scope: Sequence[EpisodeId] | None, restore_id: str, deadline: float
+        self,
+        session: Session,
+        fleet: Fleet,
+        selector: str,
+        scope: Sequence[EpisodeId] | None,
+        restore_id: str,
+        deadline: float,
+        *,
+        state: SessionState | None = None,
     ) -> None:
         self.id = restore_id
         self.source: ledger.Source | None = None
@@ -53,7 +64,13 @@ class Restoration:
         self.restarts: dict[EpisodeId, str] = {}
         self.placements: dict[EpisodeId, tuple[str, ...]] = {}
         self.outcomes: list[Outcome[Any]] = []
+        self.resumed: list[Outcome[Any]] = []
+        self.lease_ttl: float | None = None
         self._session = session
+        self._fleet = fleet
+        self._state = state
+        self._source_id = state.source if state else ""
+        self._detached = False
         self._selector = selector
         self._scope = scope
         self._seconds = positive_seconds("deadline", deadline)
@@ -61,6 +78,7 @@ class Restoration:
         self._members: tuple[Member, ...] = ()
         self._plan: Plan | None = None
         self._entered = False
+        self._step = Step.NEW
         self._opened = False
 
     @property
@@ -71,12 +89,17 @@ class Restoration:
 
     @property
     def source_checkpoint_id(self) -> str:
-        return self.manifest.checkpoint_id
+        return self._source_id
 
     @property
     def trainer(self) -> Payload | None:
         """The trainer's own state, as given to `commit`."""
         return self.manifest.trainer.payload() if self.manifest.trainer else None
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is installed everywhere, and its block is open."""
+        return self._step is Step.RESTORED and self._session.open_id == self.id
 
     # ---- the block
 
@@ -84,10 +107,10 @@ class Restoration:
         session = self._session
         if self._entered:
             raise UsageError(f"restore {self.id} was entered before")
-        session.enter(self.id, self)
+        session.enter(self.id, self, lease_ttl=self.lease_ttl)
         self._entered, self._deadline = True, Deadline(self._seconds)
         try:
-            await self._enter()
+            await (self._attach(self._state) if self._state else self._enter())
         except BaseException as error:
             try:
                 await self._clean_up(error)
@@ -104,6 +127,11 @@ class Restoration:
             if error is not None:
                 await self._clean_up(error)
                 return
+            if self._detached:
+                for member in self._members:
+                    session.renewal.release(member, self.id)
+                session.handed_on = True
+                return
             try:
                 await leave_shielded(self._open, session.settings.exit_timeout, None)
             except BaseException as failure:
@@ -118,6 +146,7 @@ class Restoration:
         self.source = await in_thread(
             lambda: ledger.read_source(session.root, self._selector), "reading the checkpoint", deadline
         )
+        self._source_id = self.manifest.checkpoint_id
         found = await session.members(deadline)
         if found.open_checkpoints():
             await settle_open(session, found, deadline)
@@ -132,10 +161,60 @@ class Restoration:
             self.placements = await installing.placements(plan, deadline)
         finally:
             self.outcomes = self.outcomes or list(installing.heard.values())
+        self._step = Step.RESTORED
         self.continued = tuple(plan.targets.values())
         self.restarts = dict(self.source.lists.restarts)
         text = f"{len(self.continued)} installed from {self.manifest.checkpoint_id}"
         session.events.add(EventKind.RESTORE, text, checkpoint_id=self.id)
+
+    # ---- from one process to the next
+
+    def state(self) -> SessionState:
+        """What another process of this controller needs to resume it, or to end it, as of now."""
+        return state_of(
+            self._session,
+            self._fleet,
+            "restore",
+            self.id,
+            step=self._step,
+            members=self._members,
+            source=self._source_id or self._selector,
+            targets=keys(self.continued),
+        )
+
+    async def detach(self) -> SessionState:
+        """Leave what is installed closed, for another process to resume; see `Checkpoint.detach`.
+
+        Raises LeaseLost, StaleController.
+        """
+        session = self._session
+        if self._step is not Step.RESTORED or session.open_id != self.id:
+            raise UsageError(f"detach is not possible: restore {self.id} is not open")
+        await renew(session, self.id, self._members, self._deadline.within(session.settings.exit_timeout))
+        session.require_leases(self.id)
+        self._detached = True
+        return self.state()
+
+    async def _attach(self, state: SessionState) -> None:
+        session = self._session
+        self._step = state.step
+        if state.step is Step.NEW:
+            await self._attach_unfinished()
+            return
+        self._members = tuple(members_of(session, state))
+        self.continued = episodes(state.targets)
+        self._plan = Plan({target: target for target in self.continued})
+        await take_up(session, state, self._members, self._deadline)
+
+    async def _attach_unfinished(self) -> None:
+        """Its process ended while it installed: what is pending is found anew, to be retired."""
+        session, pending = self._session, set[EpisodeId]()
+        members, _ = await session.reachable("Resume", self._deadline)
+        self._members = tuple(members)
+        for member in members:
+            listed = await session.list_episodes(member, PENDING, self._deadline)
+            pending.update(listed.reply or ())
+        self._plan = Plan({episode: episode for episode in pending})
 
     def _pin(self) -> None:
         self._session.pin = self._session.root.pin(self.manifest.checkpoint_id, epoch=self._session.epoch)
@@ -157,15 +236,18 @@ class Restoration:
         """Resume everywhere. Installed state that is not reached by it would be freed by its lease: a failure."""
         session = self._session
         session.require_leases(self.id)
+        if self._step is not Step.RESTORED:
+            raise RestoreFailed("the process that restored ended before all was installed")
         reopening = Reopening(session, self.id, self._members)
-        outcomes = await reopening.run(deadline)
+        outcomes = self.resumed = await reopening.run(deadline)
         session.check()
         if failed := failures(outcomes):
             raise RestoreFailed(f"installed, but not open everywhere: {describe(failed)}", outcomes)
         if reopening.replaced:
             names = ", ".join(str(identity) for identity in reopening.replaced)
             raise RestoreFailed(f"replaced between Restore and Resume, its state is gone: {names}", outcomes)
-        session.source_checkpoint = self.manifest.checkpoint_id
+        session.source_checkpoint = self._source_id
+        session.replacements.restored()
         self._opened = True
 
     async def _clean_up(self, error: BaseException) -> None:
@@ -190,7 +272,7 @@ class Restoration:
             error.add_note(f"clean-up: {failure}")
         if session.replaced:
             return
-        outcomes = await Reopening(session, self.id, self._members).run(deadline)
+        outcomes = self.resumed = await Reopening(session, self.id, self._members).run(deadline)
         if failed := failures(outcomes):
             error.add_note(f"clean-up: resume is pending: {describe(failed)}")
         session.events.add(EventKind.RESTORE, f"failed: {error}", checkpoint_id=self.id)

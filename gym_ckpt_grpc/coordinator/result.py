@@ -18,6 +18,7 @@ class CheckpointState(enum.IntEnum):
     PUBLISHED = 4
     ABORTED = 5
     STOPPED = 6
+    RESTORED = 7
 
 
 @dataclass(slots=True)

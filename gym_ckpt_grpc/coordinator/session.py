@@ -22,6 +22,7 @@ from gym_ckpt_grpc.coordinator.looking import MISTAKES, Membership, Sighting, lo
 from gym_ckpt_grpc.coordinator.member import Connections, Credentials, Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.coordinator.renewal import Renewal
+from gym_ckpt_grpc.coordinator.replacement import Replacements
 from gym_ckpt_grpc.coordinator.threads import in_thread
 from gym_ckpt_grpc.protocol.errors import ControlError, StaleController, UsageError, WorkerUnavailable
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
@@ -72,6 +73,9 @@ class Session:
         retries: Retries | None = None,
     ) -> None:
         self.root = root
+        self.lease_ttl = settings.lease_ttl
+        """Of the checkpoint or restore that is open now, and of the next one that does not say otherwise."""
+        self.replacements = Replacements()
         self.controller_id = controller_id
         self.run_id = run_id
         self.settings = settings
@@ -81,6 +85,8 @@ class Session:
         self.replaced: StaleController | None = None
         self.open_id = ""
         """The checkpoint or restore that is open now, or empty."""
+        self.handed_on = False
+        """Whether another process goes on with this epoch: it is not released then."""
         self.open_block: Block | None = None
         """The object of its `async with` block."""
         self.source_checkpoint = ""
@@ -95,6 +101,7 @@ class Session:
         self._discovery = discovery
         self._loop = asyncio.get_running_loop()
         self._incarnations: dict[str, str] = {}
+        self._met_all = False
         self._watchers: dict[str, asyncio.Future[ControlError]] = {}
 
     @property
@@ -160,12 +167,13 @@ class Session:
             if not task.cancelled():
                 task.exception()
 
-    def enter(self, checkpoint_id: str, block: Block) -> None:
-        """A block is entered. Raises UsageError if one is open, StaleController."""
+    def enter(self, checkpoint_id: str, block: Block, *, lease_ttl: float | None = None) -> None:
+        """A block is entered. lease_ttl: if not as configured. Raises UsageError if one is open, StaleController."""
         if self.open_id:
             raise UsageError(f"{self.open_id} is open in this coordinator; leave it first")
         self.check()
         self.open_id, self.open_block = checkpoint_id, block
+        self.lease_ttl = lease_ttl or self.settings.lease_ttl
 
     def left(self) -> None:
         """The open block has ended."""
@@ -248,7 +256,9 @@ class Session:
             self.check()
         for name, reason in found.excluded.items():
             self.events.add(EventKind.FINDING, f"excluded: {reason}", participant=name)
-        await self.announce([m for m in found.members if self._is_new(m)], deadline)
+        new = [member for member in found.members if self._is_new(member)]
+        self._met_all = True
+        await self.announce(new, deadline)
         return found
 
     async def reachable(self, method: str, deadline: Deadline) -> tuple[list[Member], list[Outcome[Any]]]:
@@ -275,12 +285,19 @@ class Session:
         ]
         return list(found.members), missing
 
+    def know(self, identity: ParticipantIdentity) -> None:
+        """A participant that another process of this controller has met already: it knows the marks."""
+        self._incarnations[str(identity)] = identity.incarnation_id
+
     def _is_new(self, member: Member) -> bool:
         known = self._incarnations.get(member.name)
         incarnation = member.identity.incarnation_id
         self._incarnations[member.name] = incarnation
         if known is not None and known != incarnation:
             self.events.add(EventKind.FINDING, f"replaced: {known} is now {incarnation}", participant=member.name)
+            self.replacements.note(member.name)
+        elif known is None and self._met_all:
+            self.events.add(EventKind.FINDING, f"added: {incarnation} at {member.address}", participant=member.name)
         return known != incarnation
 
     async def announce(self, members: Sequence[Member], deadline: Deadline) -> list[Outcome[Any]]:

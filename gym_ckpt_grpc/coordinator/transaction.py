@@ -8,7 +8,6 @@ async with coordinator.checkpoint(deadline=120.0) as checkpoint:
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,17 +17,20 @@ from typing import Any, Literal, Self, TypeVar
 from gym_ckpt_grpc.coordinator import ledger
 from gym_ckpt_grpc.coordinator.committing import Committing, Settled
 from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
+from gym_ckpt_grpc.coordinator.detaching import members_of, renew, state_of, take_up
 from gym_ckpt_grpc.coordinator.errors import CaptureFailed, CommitFailed, FleetError, NotPrepared, describe
 from gym_ckpt_grpc.coordinator.events import EventKind
+from gym_ckpt_grpc.coordinator.fleet import Fleet
 from gym_ckpt_grpc.coordinator.leaving import Leaving, leave_shielded
 from gym_ckpt_grpc.coordinator.member import Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
 from gym_ckpt_grpc.coordinator.preparing import Preparing
 from gym_ckpt_grpc.coordinator.publication import Publication
 from gym_ckpt_grpc.coordinator.reopening import Reopening
-from gym_ckpt_grpc.coordinator.report import EXCLUDED, RESTART, FleetReport
+from gym_ckpt_grpc.coordinator.report import EXCLUDED, LOST, RESTART, FleetReport
 from gym_ckpt_grpc.coordinator.result import CheckpointResult, Timing
 from gym_ckpt_grpc.coordinator.session import Session
+from gym_ckpt_grpc.coordinator.session_state import DraftState, SessionState, Step, episodes, keys
 from gym_ckpt_grpc.coordinator.takeover import settle_open
 from gym_ckpt_grpc.coordinator.threads import in_thread
 from gym_ckpt_grpc.protocol.errors import ControlError, StaleController, UsageError
@@ -39,18 +41,6 @@ T = TypeVar("T")
 OnStop = Literal["close", "retire"]
 
 
-class Step(enum.Enum):
-    """How far a block has come."""
-
-    NEW = "new"
-    PREPARING = "preparing"
-    PREPARED = "prepared"
-    CAPTURED = "captured"
-    COMMITTED = "committed"
-    PUBLISHED = "published"
-    ENDED = "ended"
-
-
 class Checkpoint:
     """One checkpoint of a fleet. Made by `Coordinator.checkpoint`; sends nothing before `prepare`.
 
@@ -59,13 +49,16 @@ class Checkpoint:
     also after a failure.
     """
 
-    def __init__(self, session: Session, checkpoint_id: str, deadline: float) -> None:
+    def __init__(
+        self, session: Session, fleet: Fleet, checkpoint_id: str, deadline: float, *, state: SessionState | None = None
+    ) -> None:
         self.id = checkpoint_id
         self.report = FleetReport(ready=False)
         self.continued: tuple[EpisodeId, ...] = ()
         self.restarts: dict[EpisodeId, str] = {}
         self.result: CheckpointResult | None = None
         self.timing = Timing()
+        self.lease_ttl: float | None = None
         self.stop = False
         self.on_stop: OnStop = "close"
         self.reopening: Reopening | None = None
@@ -73,6 +66,9 @@ class Checkpoint:
         self.step = Step.NEW
         self.members: list[Member] = []
         self._session = session
+        self._fleet = fleet
+        self._state = state
+        self._detached = False
         self._seconds = positive_seconds("deadline", deadline)
         self._deadline = Deadline(self._seconds)
         self._outcomes: dict[str, dict[str, Outcome[Any]]] = {}
@@ -100,19 +96,35 @@ class Checkpoint:
         for outcome in outcomes:
             self._hear(outcome)
 
+    def allow(self, seconds: float) -> None:
+        """Give the operations from now on so many seconds, whatever was left."""
+        self._deadline = Deadline(positive_seconds("deadline", seconds))
+
     # ---- the block
 
     async def __aenter__(self) -> Self:
         if self.step is not Step.NEW:
             raise UsageError(f"checkpoint {self.id} was entered before")
-        self._session.enter(self.id, self)
+        self._session.enter(self.id, self, lease_ttl=self.lease_ttl)
         self._deadline = Deadline(self._seconds)
+        if self._state:
+            try:
+                await self._attach(self._state)
+            except BaseException as error:
+                await self.__aexit__(type(error), error, error.__traceback__)
+                raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leaving = Leaving(self._session, self)
+        if self._detached and error is None:
+            leaving.let_go()
+            self._session.handed_on = True
+            self._session.left()
+            self.step = Step.ENDED
+            return
         try:
             await leave_shielded(leaving.run, self._session.settings.exit_timeout, error)
         finally:
@@ -177,11 +189,13 @@ class Checkpoint:
         CommitFailed, LeaseLost, StaleController; UsageError for another scope than the captured one.
         """
         self._require("commit", Step.PREPARED, Step.CAPTURED)
+        scope = tuple(scope)
         if on_stop not in ("close", "retire"):
             raise UsageError(f"on_stop is {on_stop!r}; valid: 'close', 'retire'")
         self._take_scope(scope)
         self.stop, self.on_stop = stop, on_stop
-        if self.step is Step.PREPARED:
+        if self.step is Step.PREPARED or "Capture" not in self._outcomes:
+            # Captured by another process: the replies are asked for again, and replayed.
             with self._timed("capture"):
                 await self._guarded(self._capture())
         if reopen_when_captured:
@@ -225,6 +239,71 @@ class Checkpoint:
             text += f"; LATEST was not moved: {self.publication.latest_error}"
         self._session.events.add(EventKind.PUBLICATION, text, checkpoint_id=self.id)
         return number
+
+    # ---- from one process to the next
+
+    def state(self) -> SessionState:
+        """What another process of this controller needs to go on from here, or to end it, as of now."""
+        return state_of(
+            self._session,
+            self._fleet,
+            "checkpoint",
+            self.id,
+            step=self.step,
+            members=self.members,
+            scope=keys(self._scope),
+            restarts=keys(self.report.restarts),
+            excluded=dict(self.report.excluded),
+            set_aside={episode.capture_key: reason for episode, reason in self.report.set_aside.items()},
+            stop=self.stop,
+            on_stop=self.on_stop,
+            draft=DraftState.of(self._draft) if self._draft else None,
+            sequence_number=self.publication.number or 0,
+        )
+
+    async def detach(self) -> SessionState:
+        """Leave the checkpoint open: the block then ends without a Resume, and the epoch is not released.
+
+        Another process goes on with the state returned (`Coordinator.attach`), within `lease_ttl`, which is renewed
+        here; after that the participants open by themselves. If the block ends by an exception all the same, it
+        reopens the fleet as ever. Raises LeaseLost where the checkpoint needs a lease that is gone,
+        StaleController; UsageError after `reopen`, since no lease covers what is kept.
+        """
+        steps = (Step.PREPARING, Step.PREPARED, Step.CAPTURED, Step.COMMITTED, Step.PUBLISHED)
+        self._require("detach", *steps)
+        if self.reopening:
+            raise UsageError(f"detach is not possible: {self.id} was reopened")
+        await renew(self._session, self.id, self.members, self._deadline.within(self._session.settings.exit_timeout))
+        if self.step not in (Step.COMMITTED, Step.PUBLISHED):
+            self._session.require_leases(self.id)
+        self._detached = True
+        return self.state()
+
+    async def _attach(self, state: SessionState) -> None:
+        """Be where the other process was. A lease that is gone shows at the next operation that needs it."""
+        session = self._session
+        if state.step is Step.NEW:
+            self.step = Step.ABANDONED
+            self.members, _ = await session.reachable("Resume", self._deadline)
+            return
+        self.members = members_of(session, state)
+        self._scope = episodes(state.scope)
+        self.report = FleetReport(
+            ready=state.step is not Step.PREPARING,
+            restarts=episodes(state.restarts),
+            excluded=state.excluded,
+            set_aside={EpisodeId.from_capture_key(key): reason for key, reason in state.set_aside.items()},
+        )
+        self.stop, self.on_stop, self.step = state.stop, state.on_stop, state.step
+        if state.draft:
+            self._draft = state.draft.draft(
+                self.id, run_id=session.run_id, controller_id=session.controller_id, epoch=session.epoch
+            )
+            self.continued, self.restarts = self._draft.continued, dict(self._draft.restarts)
+            # The other process may have published and ended before it could say so: the exit reads the root.
+            self.publication.number = state.sequence_number or None
+            self.publication.unknown = not state.sequence_number
+        await take_up(session, state, self.members, self._deadline)
 
     # ---- inside
 
@@ -271,13 +350,17 @@ class Checkpoint:
         lists = await committing.lists(members, self._deadline)
         self._exclude(members, lists, CommitFailed, "ListEpisodes")
         names = {member.name for member in self._taking_part()}
+        lost = session.replacements.judge(
+            self._scope, {o.name: frozenset(o.answer) for o in self._good("ListEpisodes", names)}
+        )
         settled = committing.settle(
             *(self._good(operation, names) for operation in ("Capture", "Commit", "ListEpisodes"))
         )
-        self.continued, self.restarts = settled.continued, dict(settled.restarts)
+        self.continued = tuple(episode for episode in settled.continued if episode not in lost)
+        self.restarts = {**dict.fromkeys(lost, LOST), **settled.restarts}
         if self.report.excluded:
             # Which rollouts an excluded server holds is not known: none of them continues.
-            self.restarts.update(dict.fromkeys(settled.continued, EXCLUDED))
+            self.restarts.update(dict.fromkeys(self.continued, EXCLUDED))
             self.continued = ()
         for episode, reason in {**dict.fromkeys(self.report.restarts, RESTART), **self.report.set_aside}.items():
             self.restarts.setdefault(episode, reason)

@@ -8,7 +8,7 @@ Source: protocol section 5; order of checks: C11.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gym_ckpt_grpc.protocol.errors import (
@@ -67,8 +67,9 @@ LastCheck = Callable[[Decision], None]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What binds the Commit of records kept after Resume: the scope captured, and the Commit sent before, if any."""
+    """What binds the Commit of records kept after Resume: epoch, scope captured, and the Commit sent before, if any."""
 
+    epoch: int
     scope: Hashable
     commit: Hashable = None
 
@@ -166,8 +167,10 @@ class Machine:
             raise self._refusal(CheckpointConflict, "commit names another scope than the capture")
 
     def _resumed_id(self, call: Call) -> Decision:
-        if call.operation is Operation.COMMIT and call.checkpoint_id in self.kept:
-            self._check_kept(call, self.kept[call.checkpoint_id])
+        kept = self.kept.get(call.checkpoint_id)
+        # To obey a higher epoch ends what an earlier controller kept, so its Commit is refused before it is obeyed.
+        if call.operation is Operation.COMMIT and kept is not None and call.epoch <= kept.epoch:
+            self._check_kept(call, kept)
             return Decision(Verdict.KEPT)
         verdict = RESUMED_ID[call.operation]
         if self.open and verdict is Verdict.RUN:
@@ -232,11 +235,12 @@ class Machine:
         """The records of the open checkpoint stay after its Resume, for a Commit of the same scope."""
         assert self.open is not None
         asked = self.open.arguments
-        self.kept[self.open.checkpoint_id] = Kept(asked[Operation.CAPTURE], asked.get(Operation.COMMIT))
+        kept = Kept(self.open.epoch, asked[Operation.CAPTURE], asked.get(Operation.COMMIT))
+        self.kept[self.open.checkpoint_id] = kept
 
     def ask_kept(self, checkpoint_id: str, arguments: Hashable) -> None:
         """Fix the arguments of the Commit of kept records."""
-        self.kept[checkpoint_id] = Kept(self.kept[checkpoint_id].scope, arguments)
+        self.kept[checkpoint_id] = replace(self.kept[checkpoint_id], commit=arguments)
 
     def drop_kept(self, checkpoint_id: str) -> None:
         """Kept records are gone: a Commit of the id is stale from here on."""

@@ -32,6 +32,7 @@ from gym_ckpt_grpc.storage.payloads import Codec, Payload, PayloadRefused, decod
 from gym_ckpt_grpc.storage.pins import Pin
 from gym_ckpt_grpc.storage.record_writer import Progress
 from gym_ckpt_grpc.storage.records import EpisodeSelection, FieldValue, Record
+from gym_ckpt_grpc.storage.retention import delete_checkpoint, finish_deletions
 from gym_ckpt_grpc.storage.root import LATEST, CheckpointRoot, Found, Listed, Preflight, Published
 from gym_ckpt_grpc.storage.sequence import Claim, Publication, Sequence
 from gym_ckpt_grpc.storage.stop import StopFlag, WriteStopped
@@ -82,7 +83,9 @@ __all__ = [
     "WriteStopped",
     "check_members",
     "decode",
+    "delete_checkpoint",
     "encode",
+    "finish_deletions",
     "path_to_uri",
     "raw",
     "read_aggregate",

@@ -1,10 +1,10 @@
 """The file layer: the interface behind which every path call of this project's storage lives.
 
 It is kept to what an object store can do as well: objects are created under a temporary name and *published*
-under their final name only if that is free, or *replace* another whole; there is no append, no rename of a
-directory, and no asking when a file changed. Where a store has no directories, `make_dirs` and `sync_dir` do
-nothing. `LocalFiles` (local_files.py) is the one for file systems; tests bring their own, which fail on
-purpose or keep what a power loss would leave.
+under their final name only if that is free, or *replace* another whole; there is no append and no asking when a
+file changed. Where a store has no directories, `make_dirs`, `sync_dir` and `remove_dir` do nothing, and `move_dir`
+has to move the objects below it, the manifest first. `LocalFiles` (local_files.py) is the one for file systems;
+tests bring their own, which fail on purpose or keep what a power loss would leave.
 """
 
 from __future__ import annotations
@@ -81,6 +81,12 @@ class FileLayer(Protocol):
 
     def remove(self, path: str) -> None:
         """Remove a file. Nothing there: fine."""
+
+    def move_dir(self, path: str, target: str) -> None:
+        """Give a directory a name that must be free, in the directory it is in; neither is synced here."""
+
+    def remove_dir(self, path: str) -> None:
+        """Remove an empty directory. Nothing there: fine."""
 
     def sync_file(self, path: str) -> None:
         """Make an existing file durable."""

@@ -117,6 +117,14 @@ class LocalFiles:
         with writing("remove", path), suppress(FileNotFoundError):
             os.unlink(path)
 
+    def move_dir(self, path: str, target: str) -> None:
+        with writing("move", path):
+            os.rename(path, target)  # refused by the system where target has anything in it
+
+    def remove_dir(self, path: str) -> None:
+        with writing("remove", path), suppress(FileNotFoundError):
+            os.rmdir(path)
+
     def sync_file(self, path: str) -> None:
         with writing("sync", path):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -142,12 +142,22 @@ class CheckpointRoot:
         except StateNotFound as error:
             if publication is None:
                 raise
+            if self._is_deleted(publication, self.sequence.publications()):
+                raise StateNotFound(f"checkpoint {selector!r} was deleted") from error
             raise StateCorrupt(f"{error.message}, which publication {publication.number} names") from error
         return Found(location, manifest, found, publication)
 
-    def published(self) -> Iterator[Listed]:
-        """The published checkpoints, newest first; one that cannot be read is listed with its problem."""
-        for publication in self.sequence.publications():
+    def published(self, *, below: int | None = None) -> Iterator[Listed]:
+        """The published checkpoints, newest first; one that cannot be read is listed with its problem.
+
+        Deleted ones are passed over. below: only those of a lower number.
+        """
+        publications = self.sequence.publications()
+        for publication in publications:
+            if below is not None and publication.number >= below:
+                continue
+            if self._is_deleted(publication, publications):
+                continue
             location = CheckpointLocation(self.path, publication.checkpoint_id)
             if problem := checkpoint_id_problem(publication.checkpoint_id):
                 yield Listed(publication, location, None, 0, f"its id {problem}")
@@ -158,6 +168,12 @@ class CheckpointRoot:
                 yield Listed(publication, location, None, 0, error.message)
                 continue
             yield Listed(publication, location, manifest, sum(member.bytes for member in manifest.members))
+
+    def _is_deleted(self, publication: Publication, publications: tuple[Publication, ...]) -> bool:
+        """Whether it was deleted: its directory is gone as a whole. The newest is never deleted: it is missing then."""
+        if publication == publications[0] or checkpoint_id_problem(publication.checkpoint_id):
+            return False
+        return not self.files.exists(CheckpointLocation(self.path, publication.checkpoint_id).directory)
 
     def publish(self, checkpoint_id: str, manifest_digest: str, *, epoch: int) -> Published:
         """Publish a complete, checked and durable checkpoint, then move LATEST.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 
 import pytest
 
@@ -24,14 +25,25 @@ async def test_every_start_claims_anew_and_releases_at_its_end(nodes: Nodes) -> 
         assert coordinator.epoch == 0
 
 
-async def test_the_epoch_is_above_any_that_participants_report(nodes: Nodes) -> None:
-    """Servers may outlive a root."""
-    nodes["agent"].plane._core.machine.epochs.obey(41)
-    async with nodes.coordinator() as coordinator:
-        assert coordinator.epoch == 42
-        async with coordinator.checkpoint() as checkpoint:
+@pytest.mark.behaviour("C324")
+async def test_on_a_fresh_root_the_epoch_is_above_what_servers_of_an_earlier_run_obeyed(
+    nodes: Nodes,
+) -> None:
+    """Servers may outlive a root: they obey the first coordinator of the next one."""
+    in_flight = nodes.add(*episodes(1))
+    for expected in (1, 2, 3):
+        async with nodes.coordinator() as earlier, earlier.checkpoint() as checkpoint:
+            assert earlier.epoch == expected
             await checkpoint.prepare(ready_within=5)
-    assert nodes["env"].calls["Prepare"][0].context.epoch == 42
+    shutil.rmtree(nodes.root)
+    async with nodes.coordinator() as coordinator:
+        assert coordinator.epoch == 4
+        async with coordinator.checkpoint() as checkpoint:
+            report = await checkpoint.prepare(ready_within=5)
+            await checkpoint.commit(report.continued(in_flight))
+            await checkpoint.publish()
+    assert [entry.epoch for entry in CheckpointRoot(str(nodes.root)).sequence.publications()] == [4]
+    assert {node.plane.status().highest_epoch for node in nodes} == {4}
 
 
 async def test_a_higher_epoch_seen_later_means_replaced(nodes: Nodes) -> None:

@@ -237,6 +237,21 @@ class RecordingFiles:
         if self._find(path) is not None:
             self._do("remove", Step("remove", path))
 
+    def move_dir(self, path: str, target: str) -> None:
+        with writing("move", path):
+            self._node(path)
+            if self._find(target) is not None:
+                raise OSError(39, "Directory not empty", target)
+        self._do("move", Step("rename", path, target))
+
+    def remove_dir(self, path: str) -> None:
+        number = self._find(path)
+        if number is not None:
+            with writing("remove", path):
+                if self._nodes[number].names:
+                    raise OSError(39, "Directory not empty", path)
+            self._do("remove", Step("remove", path))
+
     def sync_file(self, path: str) -> None:
         with writing("sync", path):
             self._node(path)

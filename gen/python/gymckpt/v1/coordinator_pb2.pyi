@@ -3,15 +3,25 @@
 isort:skip_file
 One checkpoint over a whole fleet, for trainers in any language.
 
-Served by a coordinator process; the Python class Coordinator is the same thing in process. A session lasts
-session_ttl (30 s) beyond the client's last call, or as long as its RunCheckpoint stream; when it ends, an
-unpublished checkpoint is aborted and the fleet is open again.
+Served by a coordinator process; the Python class Coordinator is the same thing in process. A checkpoint or
+Restore is open from its Prepare or Restore to its Resume, one at a time. Its session lasts session_ttl (30 s)
+beyond the end of the client's last call that names it (Retire and Forget count too), or as long as its
+RunCheckpoint stream. When it ends, an unpublished checkpoint is aborted, a Restore is discarded, a published one
+is resumed, and the fleet is open again.
 
 Every reply has one outcome per participant, successes and failures alike. An operation that failed on
 participants is a reply whose error says so: a gRPC status could not carry the outcomes. A gRPC error means
-that the coordinator refused the call itself: UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT,
-STALE_CONTROLLER (it was replaced; use the newer one), CHECKPOINT_CONFLICT (another checkpoint is open;
-resume it first), STATE_NOT_FOUND, or INTERNAL.
+that the coordinator refused the call itself; these are common to all RPCs:
+
+  UNAUTHENTICATED, PERMISSION_DENIED   credentials
+  INVALID_ARGUMENT                     bad fields, all at once, or a mutating call without a deadline
+  STALE_CONTROLLER                     this coordinator was replaced; use the newer one
+  DEADLINE_EXCEEDED                    the call's time is over; the operation goes on, and the same call joins it
+  INTERNAL                             unexpected, with an incident id that the service's log has too
+
+A mutating call that is repeated with the same arguments joins the one under way, or gets the recorded reply of
+the one that succeeded; one that failed is done again. Other arguments are CHECKPOINT_CONFLICT. A client that
+leaves an id empty cannot repeat its call after a lost reply: CHECKPOINT_CONFLICT then names the id that is open.
 """
 
 from collections import abc as _abc
@@ -110,6 +120,8 @@ class _CheckpointStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Check
     """It ended without being published."""
     CHECKPOINT_STATE_STOPPED: _CheckpointState.ValueType  # 6
     """Published with stop: servers were left closed or retired."""
+    CHECKPOINT_STATE_RESTORED: _CheckpointState.ValueType  # 7
+    """A Restore whose state was installed and goes on."""
 
 class CheckpointState(_CheckpointState, metaclass=_CheckpointStateEnumTypeWrapper):
     """Where a checkpoint stands, as the coordinator sees it."""
@@ -128,7 +140,33 @@ CHECKPOINT_STATE_ABORTED: CheckpointState.ValueType  # 5
 """It ended without being published."""
 CHECKPOINT_STATE_STOPPED: CheckpointState.ValueType  # 6
 """Published with stop: servers were left closed or retired."""
+CHECKPOINT_STATE_RESTORED: CheckpointState.ValueType  # 7
+"""A Restore whose state was installed and goes on."""
 Global___CheckpointState: _TypeAlias = CheckpointState  # noqa: Y015
+
+class _CheckpointEpisodeKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CheckpointEpisodeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CheckpointEpisodeKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHECKPOINT_EPISODE_KIND_UNSPECIFIED: _CheckpointEpisodeKind.ValueType  # 0
+    """Never legal: INVALID_ARGUMENT."""
+    CHECKPOINT_EPISODE_KIND_CONTINUED: _CheckpointEpisodeKind.ValueType  # 1
+    """Rollouts that go on: as they stand in a checkpoint, or as they are installed by the open Restore."""
+    CHECKPOINT_EPISODE_KIND_RESTART: _CheckpointEpisodeKind.ValueType  # 2
+    """Rollouts that start over from their input."""
+
+class CheckpointEpisodeKind(_CheckpointEpisodeKind, metaclass=_CheckpointEpisodeKindEnumTypeWrapper):
+    """Which list of a checkpoint."""
+
+CHECKPOINT_EPISODE_KIND_UNSPECIFIED: CheckpointEpisodeKind.ValueType  # 0
+"""Never legal: INVALID_ARGUMENT."""
+CHECKPOINT_EPISODE_KIND_CONTINUED: CheckpointEpisodeKind.ValueType  # 1
+"""Rollouts that go on: as they stand in a checkpoint, or as they are installed by the open Restore."""
+CHECKPOINT_EPISODE_KIND_RESTART: CheckpointEpisodeKind.ValueType  # 2
+"""Rollouts that start over from their input."""
+Global___CheckpointEpisodeKind: _TypeAlias = CheckpointEpisodeKind  # noqa: Y015
 
 class _EventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -200,6 +238,7 @@ class ParticipantOutcome(_message.Message):
     RECORD_COUNT_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
     phase: _participant_pb2.Phase.ValueType
     """The phase it replied with."""
     record_count: _builtins.int
@@ -208,6 +247,8 @@ class ParticipantOutcome(_message.Message):
     """Bytes written or read."""
     manifest_digest: _builtins.str
     """Digest of the part's manifest, for Commit."""
+    operation: _builtins.str
+    """Required. Which RPC of ParticipantService it is the outcome of, such as "Commit"."""
     @_builtins.property
     def participant(self) -> _participant_pb2.ParticipantIdentity:
         """Required. Which participant; as declared where it never answered."""
@@ -235,10 +276,11 @@ class ParticipantOutcome(_message.Message):
         record_count: _builtins.int = ...,
         bytes: _builtins.int = ...,
         manifest_digest: _builtins.str = ...,
+        operation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "error", b"error", "participant", b"participant", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "duration", b"duration", "error", b"error", "manifest_digest", b"manifest_digest", "participant", b"participant", "phase", b"phase", "record_count", b"record_count", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "duration", b"duration", "error", b"error", "manifest_digest", b"manifest_digest", "operation", b"operation", "participant", b"participant", "phase", b"phase", "record_count", b"record_count", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,6 +334,7 @@ class CoordinatorEvent(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     PARTICIPANT_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Required. Rises by one per event."""
     kind: Global___EventKind.ValueType
@@ -300,6 +343,8 @@ class CoordinatorEvent(_message.Message):
     """The checkpoint, empty if none."""
     message: _builtins.str
     """Required. For people."""
+    epoch: _builtins.int
+    """Epoch of the coordinator. Numbers begin anew with a higher one."""
     @_builtins.property
     def participant(self) -> _participant_pb2.ParticipantIdentity:
         """The participant, absent if it is about all."""
@@ -317,10 +362,11 @@ class CoordinatorEvent(_message.Message):
         message: _builtins.str = ...,
         participant: _participant_pb2.ParticipantIdentity | None = ...,
         age: _duration_pb2.Duration | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "checkpoint_id", b"checkpoint_id", "kind", b"kind", "message", b"message", "number", b"number", "participant", b"participant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "checkpoint_id", b"checkpoint_id", "epoch", b"epoch", "kind", b"kind", "message", b"message", "number", b"number", "participant", b"participant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,6 +388,7 @@ class CheckpointSummary(_message.Message):
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Required. Its id."""
     state: Global___CheckpointState.ValueType
@@ -360,6 +407,8 @@ class CheckpointSummary(_message.Message):
     """Rollouts that start over from their input."""
     manifest_digest: _builtins.str
     """sha256 of the aggregate manifest's bytes, lower-case hex."""
+    problem: _builtins.str
+    """For people: why it cannot be read; counts and participants are then absent."""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[_participant_pb2.ParticipantIdentity]:
         """Participants in it."""
@@ -377,10 +426,11 @@ class CheckpointSummary(_message.Message):
         restart_count: _builtins.int = ...,
         manifest_digest: _builtins.str = ...,
         participants: _abc.Iterable[_participant_pb2.ParticipantIdentity] | None = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoint_id", b"checkpoint_id", "continued_count", b"continued_count", "epoch", b"epoch", "manifest_digest", b"manifest_digest", "participants", b"participants", "record_count", b"record_count", "restart_count", b"restart_count", "sequence_number", b"sequence_number", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoint_id", b"checkpoint_id", "continued_count", b"continued_count", "epoch", b"epoch", "manifest_digest", b"manifest_digest", "participants", b"participants", "problem", b"problem", "record_count", b"record_count", "restart_count", b"restart_count", "sequence_number", b"sequence_number", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -662,16 +712,20 @@ class ResumeCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    DISCARD_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
-    """Required. The checkpoint."""
+    """Required. The checkpoint, or the Restore's own id."""
+    discard: _builtins.bool
+    """Optional, for a Restore: free everywhere what it installed, instead of letting it go on."""
     def __init__(
         self,
         *,
         checkpoint_id: _builtins.str = ...,
+        discard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "discard", b"discard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -691,7 +745,7 @@ class ResumeCheckpointResponse(_message.Message):
     checkpoint_id: _builtins.str
     """Required. The checkpoint."""
     state: Global___CheckpointState.ValueType
-    """Required. PUBLISHED, ABORTED or STOPPED."""
+    """Required. PUBLISHED, ABORTED or STOPPED; RESTORED or ABORTED for a Restore."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParticipantOutcome]:
         """One per participant."""
@@ -730,8 +784,11 @@ class RestoreCheckpointRequest(_message.Message):
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
+    RESTORE_ID_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Required. A published checkpoint's id, or "latest"."""
+    restore_id: _builtins.str
+    """Optional. The Restore's own new id; empty: the coordinator makes one."""
     @_builtins.property
     def scope(self) -> _episode_pb2.EpisodeScope:
         """Optional. Rollouts to restore; absent: all that the checkpoint continues."""
@@ -746,10 +803,11 @@ class RestoreCheckpointRequest(_message.Message):
         checkpoint_id: _builtins.str = ...,
         scope: _episode_pb2.EpisodeScope | None = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
+        restore_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "lease_ttl", b"lease_ttl", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "lease_ttl", b"lease_ttl", "restore_id", b"restore_id", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -769,14 +827,23 @@ class RestoreCheckpointResponse(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    TRAINER_STATE_FIELD_NUMBER: _builtins.int
+    TRAINER_STATE_TYPE_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
-    """Required. The Restore's own id, which ResumeCheckpoint takes."""
+    """Required. The Restore's own id, which ResumeCheckpoint and RenewCheckpoint take."""
     source_checkpoint_id: _builtins.str
     """The checkpoint it came from."""
     continued_count: _builtins.int
     """Exact number of them."""
     restart_count: _builtins.int
     """Exact number of them."""
+    trainer_state: _builtins.bytes
+    """The trainer's own block, as CommitCheckpoint got it."""
+    trainer_state_type: _builtins.str
+    """How those bytes are encoded: "application/octet-stream" for a block of CommitCheckpoint; "msgpack" or "json" for
+    one of the Python API.
+    """
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParticipantOutcome]:
         """One per participant."""
@@ -793,6 +860,10 @@ class RestoreCheckpointResponse(_message.Message):
     def error(self) -> _errors_pb2.ControlError:
         """Set if the operation failed."""
 
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpisodeHolders]:
+        """Who holds the state of each of continued, in its order: the next attempt must be sent there."""
+
     def __init__(
         self,
         *,
@@ -804,14 +875,41 @@ class RestoreCheckpointResponse(_message.Message):
         restarts: _episode_pb2.EpisodeList | None = ...,
         restart_count: _builtins.int = ...,
         error: _errors_pb2.ControlError | None = ...,
+        trainer_state: _builtins.bytes = ...,
+        trainer_state_type: _builtins.str = ...,
+        holders: _abc.Iterable[Global___EpisodeHolders] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "error", b"error", "restarts", b"restarts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "continued", b"continued", "continued_count", b"continued_count", "error", b"error", "outcomes", b"outcomes", "restart_count", b"restart_count", "restarts", b"restarts", "source_checkpoint_id", b"source_checkpoint_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "continued", b"continued", "continued_count", b"continued_count", "error", b"error", "holders", b"holders", "outcomes", b"outcomes", "restart_count", b"restart_count", "restarts", b"restarts", "source_checkpoint_id", b"source_checkpoint_id", "trainer_state", b"trainer_state", "trainer_state_type", b"trainer_state_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreCheckpointResponse: _TypeAlias = RestoreCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class EpisodeHolders(_message.Message):
+    """Who holds the state of one rollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each as "kind/service/instance"."""
+
+    def __init__(
+        self,
+        *,
+        participants: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["participants", b"participants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeHolders: _TypeAlias = EpisodeHolders  # noqa: Y015
 
 @_typing.final
 class RenewCheckpointRequest(_message.Message):
@@ -844,6 +942,8 @@ class RenewCheckpointResponse(_message.Message):
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     SESSION_REMAINING_FIELD_NUMBER: _builtins.int
     LEASE_REMAINING_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Required. The checkpoint."""
     @_builtins.property
@@ -852,7 +952,15 @@ class RenewCheckpointResponse(_message.Message):
 
     @_builtins.property
     def lease_remaining(self) -> _duration_pb2.Duration:
-        """The smallest lease that is left at a participant."""
+        """The smallest lease that is left at a participant; absent if none holds one."""
+
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParticipantOutcome]:
+        """One per participant."""
+
+    @_builtins.property
+    def error(self) -> _errors_pb2.ControlError:
+        """Set if a lease is gone: the checkpoint cannot be committed any more."""
 
     def __init__(
         self,
@@ -860,10 +968,12 @@ class RenewCheckpointResponse(_message.Message):
         checkpoint_id: _builtins.str = ...,
         session_remaining: _duration_pb2.Duration | None = ...,
         lease_remaining: _duration_pb2.Duration | None = ...,
+        outcomes: _abc.Iterable[Global___ParticipantOutcome] | None = ...,
+        error: _errors_pb2.ControlError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_remaining", b"lease_remaining", "session_remaining", b"session_remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "lease_remaining", b"lease_remaining", "session_remaining", b"session_remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "lease_remaining", b"lease_remaining", "session_remaining", b"session_remaining"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "error", b"error", "lease_remaining", b"lease_remaining", "outcomes", b"outcomes", "session_remaining", b"session_remaining"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1088,6 +1198,68 @@ class ListCheckpointsResponse(_message.Message):
 Global___ListCheckpointsResponse: _TypeAlias = ListCheckpointsResponse  # noqa: Y015
 
 @_typing.final
+class ListCheckpointEpisodesRequest(_message.Message):
+    """Asks for a list of a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    checkpoint_id: _builtins.str
+    """Required. A checkpoint's id, "latest", or the id of the open checkpoint or Restore."""
+    kind: Global___CheckpointEpisodeKind.ValueType
+    """Required. Which list."""
+    def __init__(
+        self,
+        *,
+        checkpoint_id: _builtins.str = ...,
+        kind: Global___CheckpointEpisodeKind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointEpisodesRequest: _TypeAlias = ListCheckpointEpisodesRequest  # noqa: Y015
+
+@_typing.final
+class ListCheckpointEpisodesResponse(_message.Message):
+    """A batch of a list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODES_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def episodes(self) -> _episode_pb2.EpisodeList:
+        """At most 1,000."""
+
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why each starts over, in the same order; for CHECKPOINT_EPISODE_KIND_RESTART."""
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpisodeHolders]:
+        """Participants that hold the state of each, in the same order, for what the open Restore installed."""
+
+    def __init__(
+        self,
+        *,
+        episodes: _episode_pb2.EpisodeList | None = ...,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+        holders: _abc.Iterable[Global___EpisodeHolders] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "holders", b"holders", "reasons", b"reasons"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointEpisodesResponse: _TypeAlias = ListCheckpointEpisodesResponse  # noqa: Y015
+
+@_typing.final
 class VerifyCheckpointRequest(_message.Message):
     """Asks for a verification."""
 
@@ -1259,7 +1431,9 @@ class WatchEventsRequest(_message.Message):
 
     FROM_NUMBER_FIELD_NUMBER: _builtins.int
     from_number: _builtins.int
-    """Optional, default 0: all that are remembered. First number wanted."""
+    """Optional, default 0: all that are remembered. First number wanted; one beyond the next (the service was
+    restarted since) is taken as 0. Numbers that are remembered no more are left out.
+    """
     def __init__(
         self,
         *,

@@ -90,6 +90,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.ListCheckpointEpisodes = channel.unary_stream(
+                '/gymckpt.v1.CoordinatorService/ListCheckpointEpisodes',
+                request_serializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointEpisodesRequest.SerializeToString,
+                response_deserializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointEpisodesResponse.FromString,
+                _registered_method=True)
         self.VerifyCheckpoint = channel.unary_stream(
                 '/gymckpt.v1.CoordinatorService/VerifyCheckpoint',
                 request_serializer=gymckpt_dot_v1_dot_coordinator__pb2.VerifyCheckpointRequest.SerializeToString,
@@ -126,15 +131,18 @@ class CoordinatorServiceServicer(object):
 
     def PrepareCheckpoint(self, request, context):
         """Closes admission everywhere and waits for a safe cut. Not ready is a reply with blockers.
-        Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first).
+        Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first), STALE_CHECKPOINT for an id that
+        has ended (take a new one), INVALID_PHASE if it is reopened already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitCheckpoint(self, request, context):
-        """Captures and writes everywhere. Repeating it joins or stores the same records again.
-        Errors: STATE_NOT_FOUND for an id that is not open here (prepare first).
+        """Captures and writes everywhere. Repeating it joins or stores the same records again. Rollouts that restart are
+        taken out of the scope and are listed as restarts in the manifest.
+        Errors: STATE_NOT_FOUND for an id that is not open here (prepare first), INVALID_PHASE where it is not
+        prepared, CHECKPOINT_CONFLICT for another scope than the captured one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,15 +150,18 @@ class CoordinatorServiceServicer(object):
 
     def PublishCheckpoint(self, request, context):
         """Writes the aggregate manifest and the sequence entry: the commit point.
-        Errors: PUBLISH_UNKNOWN (the same call again decides); STALE_CONTROLLER (replaced: stop).
+        Errors: STATE_NOT_FOUND for an id that is neither open here nor published, INVALID_PHASE where it is not
+        committed. PUBLISH_UNKNOWN in the reply's error: the same call again decides.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeCheckpoint(self, request, context):
-        """Reopens the fleet. A checkpoint that is not published is aborted by it.
-        Errors: none beyond the common ones. Recovery: repeatable.
+        """Reopens the fleet, whatever runs. A checkpoint that is not published is aborted by it. For a Restore: lets what
+        is installed go on, or frees it (discard).
+        Errors: none beyond the common ones. An id that was never open here is replied as ABORTED, or PUBLISHED if the
+        root says so, and cannot be prepared afterwards. Recovery: repeatable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,15 +169,17 @@ class CoordinatorServiceServicer(object):
 
     def RestoreCheckpoint(self, request, context):
         """Verifies a published checkpoint, then installs it everywhere. The client calls ResumeCheckpoint when its
-        own state is loaded and reconciled.
-        Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint).
+        own state is loaded and reconciled. A Restore that failed has been undone when the reply comes.
+        Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint), CHECKPOINT_CONFLICT while something else is
+        open, STALE_CHECKPOINT for a restore_id that has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewCheckpoint(self, request, context):
-        """Extends the client's session; the coordinator renews the participants' leases by itself.
+        """Extends the client's session, and every participant's lease by the same duration at once. The coordinator
+        renews leases by itself too, as long as the session lives.
         Errors: STATE_NOT_FOUND when the session has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -190,8 +203,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCheckpoint(self, request, context):
-        """Tells one checkpoint of the root.
-        Errors: STATE_NOT_FOUND.
+        """Tells one checkpoint of the root, or one that is open or has ended here.
+        Errors: STATE_NOT_FOUND, STATE_CORRUPT for one that cannot be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,6 +213,15 @@ class CoordinatorServiceServicer(object):
     def ListCheckpoints(self, request, context):
         """Lists the published checkpoints of the root, newest first by sequence number.
         Errors: INVALID_ARGUMENT for a bad page token (begin anew).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCheckpointEpisodes(self, request, context):
+        """Streams a whole list of a checkpoint, or of the open Restore, in batches of at most 1,000: what stands behind
+        the counts of replies whose lists are cut.
+        Errors: STATE_NOT_FOUND, STATE_CORRUPT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,15 +236,17 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCheckpoint(self, request, context):
-        """Deletes a checkpoint that retention would not keep.
-        Errors: CHECKPOINT_CONFLICT naming what holds it; STATE_NOT_FOUND.
+        """Deletes a checkpoint that retention would not keep. Interrupted, it is finished by the next deletion. One that
+        is deleted already is no error.
+        Errors: CHECKPOINT_CONFLICT naming what holds it (it is the newest, pinned, open, or cannot be read);
+        STATE_NOT_FOUND; STATE_UNWRITABLE (again finishes it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """Streams events from a given number on.
+        """Streams events from a given number on: those remembered (the last 1,000) first, then each as it happens.
         Errors: none beyond credentials. Recovery: call again from the last number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -231,8 +255,10 @@ class CoordinatorServiceServicer(object):
 
     def RunCheckpoint(self, request, context):
         """Prepare, commit, publish and resume in one call, with progress; the last message is the result. A client
-        that goes away before publication gets its checkpoint aborted.
-        Errors: as PrepareCheckpoint. Recovery: look whether the id is published (GetCheckpoint), else a new id.
+        that goes away before publication gets its checkpoint aborted. Repeated under an id that is published, it gives
+        the result at once.
+        Errors: as PrepareCheckpoint. Recovery: the same call again if the id is published (GetCheckpoint), else a new
+        id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -295,6 +321,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'ListCheckpointEpisodes': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListCheckpointEpisodes,
+                    request_deserializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointEpisodesRequest.FromString,
+                    response_serializer=gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointEpisodesResponse.SerializeToString,
             ),
             'VerifyCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.VerifyCheckpoint,
@@ -615,6 +646,33 @@ class CoordinatorService(object):
             '/gymckpt.v1.CoordinatorService/ListCheckpoints',
             gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.SerializeToString,
             gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCheckpointEpisodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gymckpt.v1.CoordinatorService/ListCheckpointEpisodes',
+            gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointEpisodesRequest.SerializeToString,
+            gymckpt_dot_v1_dot_coordinator__pb2.ListCheckpointEpisodesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,15 +3,25 @@
 isort:skip_file
 One checkpoint over a whole fleet, for trainers in any language.
 
-Served by a coordinator process; the Python class Coordinator is the same thing in process. A session lasts
-session_ttl (30 s) beyond the client's last call, or as long as its RunCheckpoint stream; when it ends, an
-unpublished checkpoint is aborted and the fleet is open again.
+Served by a coordinator process; the Python class Coordinator is the same thing in process. A checkpoint or
+Restore is open from its Prepare or Restore to its Resume, one at a time. Its session lasts session_ttl (30 s)
+beyond the end of the client's last call that names it (Retire and Forget count too), or as long as its
+RunCheckpoint stream. When it ends, an unpublished checkpoint is aborted, a Restore is discarded, a published one
+is resumed, and the fleet is open again.
 
 Every reply has one outcome per participant, successes and failures alike. An operation that failed on
 participants is a reply whose error says so: a gRPC status could not carry the outcomes. A gRPC error means
-that the coordinator refused the call itself: UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT,
-STALE_CONTROLLER (it was replaced; use the newer one), CHECKPOINT_CONFLICT (another checkpoint is open;
-resume it first), STATE_NOT_FOUND, or INTERNAL.
+that the coordinator refused the call itself; these are common to all RPCs:
+
+  UNAUTHENTICATED, PERMISSION_DENIED   credentials
+  INVALID_ARGUMENT                     bad fields, all at once, or a mutating call without a deadline
+  STALE_CONTROLLER                     this coordinator was replaced; use the newer one
+  DEADLINE_EXCEEDED                    the call's time is over; the operation goes on, and the same call joins it
+  INTERNAL                             unexpected, with an incident id that the service's log has too
+
+A mutating call that is repeated with the same arguments joins the one under way, or gets the recorded reply of
+the one that succeeded; one that failed is done again. Other arguments are CHECKPOINT_CONFLICT. A client that
+leaves an id empty cannot repeat its call after a lost reply: CHECKPOINT_CONFLICT then names the id that is open.
 """
 
 from collections import abc as _abc
@@ -50,27 +60,35 @@ class CoordinatorServiceStub:
     """
     PrepareCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PrepareCheckpointRequest, _coordinator_pb2.PrepareCheckpointResponse]
     """Closes admission everywhere and waits for a safe cut. Not ready is a reply with blockers.
-    Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first).
+    Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first), STALE_CHECKPOINT for an id that
+    has ended (take a new one), INVALID_PHASE if it is reopened already.
     """
     CommitCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CommitCheckpointRequest, _coordinator_pb2.CommitCheckpointResponse]
-    """Captures and writes everywhere. Repeating it joins or stores the same records again.
-    Errors: STATE_NOT_FOUND for an id that is not open here (prepare first).
+    """Captures and writes everywhere. Repeating it joins or stores the same records again. Rollouts that restart are
+    taken out of the scope and are listed as restarts in the manifest.
+    Errors: STATE_NOT_FOUND for an id that is not open here (prepare first), INVALID_PHASE where it is not
+    prepared, CHECKPOINT_CONFLICT for another scope than the captured one.
     """
     PublishCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PublishCheckpointRequest, _coordinator_pb2.PublishCheckpointResponse]
     """Writes the aggregate manifest and the sequence entry: the commit point.
-    Errors: PUBLISH_UNKNOWN (the same call again decides); STALE_CONTROLLER (replaced: stop).
+    Errors: STATE_NOT_FOUND for an id that is neither open here nor published, INVALID_PHASE where it is not
+    committed. PUBLISH_UNKNOWN in the reply's error: the same call again decides.
     """
     ResumeCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeCheckpointRequest, _coordinator_pb2.ResumeCheckpointResponse]
-    """Reopens the fleet. A checkpoint that is not published is aborted by it.
-    Errors: none beyond the common ones. Recovery: repeatable.
+    """Reopens the fleet, whatever runs. A checkpoint that is not published is aborted by it. For a Restore: lets what
+    is installed go on, or frees it (discard).
+    Errors: none beyond the common ones. An id that was never open here is replied as ABORTED, or PUBLISHED if the
+    root says so, and cannot be prepared afterwards. Recovery: repeatable.
     """
     RestoreCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RestoreCheckpointRequest, _coordinator_pb2.RestoreCheckpointResponse]
     """Verifies a published checkpoint, then installs it everywhere. The client calls ResumeCheckpoint when its
-    own state is loaded and reconciled.
-    Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint).
+    own state is loaded and reconciled. A Restore that failed has been undone when the reply comes.
+    Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint), CHECKPOINT_CONFLICT while something else is
+    open, STALE_CHECKPOINT for a restore_id that has ended.
     """
     RenewCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RenewCheckpointRequest, _coordinator_pb2.RenewCheckpointResponse]
-    """Extends the client's session; the coordinator renews the participants' leases by itself.
+    """Extends the client's session, and every participant's lease by the same duration at once. The coordinator
+    renews leases by itself too, as long as the session lives.
     Errors: STATE_NOT_FOUND when the session has ended.
     """
     RetireEpisodes: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RetireEpisodesRequest, _coordinator_pb2.RetireEpisodesResponse]
@@ -82,29 +100,38 @@ class CoordinatorServiceStub:
     Errors: INVALID_ARGUMENT. Recovery: call again; a late Forget loses nothing.
     """
     GetCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetCheckpointRequest, _coordinator_pb2.GetCheckpointResponse]
-    """Tells one checkpoint of the root.
-    Errors: STATE_NOT_FOUND.
+    """Tells one checkpoint of the root, or one that is open or has ended here.
+    Errors: STATE_NOT_FOUND, STATE_CORRUPT for one that cannot be read.
     """
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListCheckpointsRequest, _coordinator_pb2.ListCheckpointsResponse]
     """Lists the published checkpoints of the root, newest first by sequence number.
     Errors: INVALID_ARGUMENT for a bad page token (begin anew).
+    """
+    ListCheckpointEpisodes: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ListCheckpointEpisodesRequest, _coordinator_pb2.ListCheckpointEpisodesResponse]
+    """Streams a whole list of a checkpoint, or of the open Restore, in batches of at most 1,000: what stands behind
+    the counts of replies whose lists are cut.
+    Errors: STATE_NOT_FOUND, STATE_CORRUPT.
     """
     VerifyCheckpoint: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.VerifyCheckpointRequest, _coordinator_pb2.VerifyCheckpointResponse]
     """Reads every byte of a checkpoint and streams what is wrong; the last message is the verdict.
     Errors: STATE_NOT_FOUND.
     """
     DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteCheckpointRequest, _coordinator_pb2.DeleteCheckpointResponse]
-    """Deletes a checkpoint that retention would not keep.
-    Errors: CHECKPOINT_CONFLICT naming what holds it; STATE_NOT_FOUND.
+    """Deletes a checkpoint that retention would not keep. Interrupted, it is finished by the next deletion. One that
+    is deleted already is no error.
+    Errors: CHECKPOINT_CONFLICT naming what holds it (it is the newest, pinned, open, or cannot be read);
+    STATE_NOT_FOUND; STATE_UNWRITABLE (again finishes it).
     """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchEventsRequest, _coordinator_pb2.WatchEventsResponse]
-    """Streams events from a given number on.
+    """Streams events from a given number on: those remembered (the last 1,000) first, then each as it happens.
     Errors: none beyond credentials. Recovery: call again from the last number.
     """
     RunCheckpoint: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.RunCheckpointRequest, _coordinator_pb2.RunCheckpointResponse]
     """Prepare, commit, publish and resume in one call, with progress; the last message is the result. A client
-    that goes away before publication gets its checkpoint aborted.
-    Errors: as PrepareCheckpoint. Recovery: look whether the id is published (GetCheckpoint), else a new id.
+    that goes away before publication gets its checkpoint aborted. Repeated under an id that is published, it gives
+    the result at once.
+    Errors: as PrepareCheckpoint. Recovery: the same call again if the id is published (GetCheckpoint), else a new
+    id.
     """
 
 @_typing.type_check_only
@@ -118,27 +145,35 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     PrepareCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PrepareCheckpointRequest, _coordinator_pb2.PrepareCheckpointResponse]  # type: ignore[assignment]
     """Closes admission everywhere and waits for a safe cut. Not ready is a reply with blockers.
-    Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first).
+    Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first), STALE_CHECKPOINT for an id that
+    has ended (take a new one), INVALID_PHASE if it is reopened already.
     """
     CommitCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CommitCheckpointRequest, _coordinator_pb2.CommitCheckpointResponse]  # type: ignore[assignment]
-    """Captures and writes everywhere. Repeating it joins or stores the same records again.
-    Errors: STATE_NOT_FOUND for an id that is not open here (prepare first).
+    """Captures and writes everywhere. Repeating it joins or stores the same records again. Rollouts that restart are
+    taken out of the scope and are listed as restarts in the manifest.
+    Errors: STATE_NOT_FOUND for an id that is not open here (prepare first), INVALID_PHASE where it is not
+    prepared, CHECKPOINT_CONFLICT for another scope than the captured one.
     """
     PublishCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PublishCheckpointRequest, _coordinator_pb2.PublishCheckpointResponse]  # type: ignore[assignment]
     """Writes the aggregate manifest and the sequence entry: the commit point.
-    Errors: PUBLISH_UNKNOWN (the same call again decides); STALE_CONTROLLER (replaced: stop).
+    Errors: STATE_NOT_FOUND for an id that is neither open here nor published, INVALID_PHASE where it is not
+    committed. PUBLISH_UNKNOWN in the reply's error: the same call again decides.
     """
     ResumeCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeCheckpointRequest, _coordinator_pb2.ResumeCheckpointResponse]  # type: ignore[assignment]
-    """Reopens the fleet. A checkpoint that is not published is aborted by it.
-    Errors: none beyond the common ones. Recovery: repeatable.
+    """Reopens the fleet, whatever runs. A checkpoint that is not published is aborted by it. For a Restore: lets what
+    is installed go on, or frees it (discard).
+    Errors: none beyond the common ones. An id that was never open here is replied as ABORTED, or PUBLISHED if the
+    root says so, and cannot be prepared afterwards. Recovery: repeatable.
     """
     RestoreCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RestoreCheckpointRequest, _coordinator_pb2.RestoreCheckpointResponse]  # type: ignore[assignment]
     """Verifies a published checkpoint, then installs it everywhere. The client calls ResumeCheckpoint when its
-    own state is loaded and reconciled.
-    Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint).
+    own state is loaded and reconciled. A Restore that failed has been undone when the reply comes.
+    Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint), CHECKPOINT_CONFLICT while something else is
+    open, STALE_CHECKPOINT for a restore_id that has ended.
     """
     RenewCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RenewCheckpointRequest, _coordinator_pb2.RenewCheckpointResponse]  # type: ignore[assignment]
-    """Extends the client's session; the coordinator renews the participants' leases by itself.
+    """Extends the client's session, and every participant's lease by the same duration at once. The coordinator
+    renews leases by itself too, as long as the session lives.
     Errors: STATE_NOT_FOUND when the session has ended.
     """
     RetireEpisodes: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RetireEpisodesRequest, _coordinator_pb2.RetireEpisodesResponse]  # type: ignore[assignment]
@@ -150,29 +185,38 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Errors: INVALID_ARGUMENT. Recovery: call again; a late Forget loses nothing.
     """
     GetCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetCheckpointRequest, _coordinator_pb2.GetCheckpointResponse]  # type: ignore[assignment]
-    """Tells one checkpoint of the root.
-    Errors: STATE_NOT_FOUND.
+    """Tells one checkpoint of the root, or one that is open or has ended here.
+    Errors: STATE_NOT_FOUND, STATE_CORRUPT for one that cannot be read.
     """
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListCheckpointsRequest, _coordinator_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """Lists the published checkpoints of the root, newest first by sequence number.
     Errors: INVALID_ARGUMENT for a bad page token (begin anew).
+    """
+    ListCheckpointEpisodes: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ListCheckpointEpisodesRequest, _coordinator_pb2.ListCheckpointEpisodesResponse]  # type: ignore[assignment]
+    """Streams a whole list of a checkpoint, or of the open Restore, in batches of at most 1,000: what stands behind
+    the counts of replies whose lists are cut.
+    Errors: STATE_NOT_FOUND, STATE_CORRUPT.
     """
     VerifyCheckpoint: _aio.UnaryStreamMultiCallable[_coordinator_pb2.VerifyCheckpointRequest, _coordinator_pb2.VerifyCheckpointResponse]  # type: ignore[assignment]
     """Reads every byte of a checkpoint and streams what is wrong; the last message is the verdict.
     Errors: STATE_NOT_FOUND.
     """
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteCheckpointRequest, _coordinator_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
-    """Deletes a checkpoint that retention would not keep.
-    Errors: CHECKPOINT_CONFLICT naming what holds it; STATE_NOT_FOUND.
+    """Deletes a checkpoint that retention would not keep. Interrupted, it is finished by the next deletion. One that
+    is deleted already is no error.
+    Errors: CHECKPOINT_CONFLICT naming what holds it (it is the newest, pinned, open, or cannot be read);
+    STATE_NOT_FOUND; STATE_UNWRITABLE (again finishes it).
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchEventsRequest, _coordinator_pb2.WatchEventsResponse]  # type: ignore[assignment]
-    """Streams events from a given number on.
+    """Streams events from a given number on: those remembered (the last 1,000) first, then each as it happens.
     Errors: none beyond credentials. Recovery: call again from the last number.
     """
     RunCheckpoint: _aio.UnaryStreamMultiCallable[_coordinator_pb2.RunCheckpointRequest, _coordinator_pb2.RunCheckpointResponse]  # type: ignore[assignment]
     """Prepare, commit, publish and resume in one call, with progress; the last message is the result. A client
-    that goes away before publication gets its checkpoint aborted.
-    Errors: as PrepareCheckpoint. Recovery: look whether the id is published (GetCheckpoint), else a new id.
+    that goes away before publication gets its checkpoint aborted. Repeated under an id that is published, it gives
+    the result at once.
+    Errors: as PrepareCheckpoint. Recovery: the same call again if the id is published (GetCheckpoint), else a new
+    id.
     """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -195,7 +239,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PrepareCheckpointResponse, _abc.Awaitable[_coordinator_pb2.PrepareCheckpointResponse]]:
         """Closes admission everywhere and waits for a safe cut. Not ready is a reply with blockers.
-        Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first).
+        Errors: CHECKPOINT_CONFLICT while another checkpoint is open (resume it first), STALE_CHECKPOINT for an id that
+        has ended (take a new one), INVALID_PHASE if it is reopened already.
         """
 
     @_abc_1.abstractmethod
@@ -204,8 +249,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.CommitCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.CommitCheckpointResponse, _abc.Awaitable[_coordinator_pb2.CommitCheckpointResponse]]:
-        """Captures and writes everywhere. Repeating it joins or stores the same records again.
-        Errors: STATE_NOT_FOUND for an id that is not open here (prepare first).
+        """Captures and writes everywhere. Repeating it joins or stores the same records again. Rollouts that restart are
+        taken out of the scope and are listed as restarts in the manifest.
+        Errors: STATE_NOT_FOUND for an id that is not open here (prepare first), INVALID_PHASE where it is not
+        prepared, CHECKPOINT_CONFLICT for another scope than the captured one.
         """
 
     @_abc_1.abstractmethod
@@ -215,7 +262,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PublishCheckpointResponse, _abc.Awaitable[_coordinator_pb2.PublishCheckpointResponse]]:
         """Writes the aggregate manifest and the sequence entry: the commit point.
-        Errors: PUBLISH_UNKNOWN (the same call again decides); STALE_CONTROLLER (replaced: stop).
+        Errors: STATE_NOT_FOUND for an id that is neither open here nor published, INVALID_PHASE where it is not
+        committed. PUBLISH_UNKNOWN in the reply's error: the same call again decides.
         """
 
     @_abc_1.abstractmethod
@@ -224,8 +272,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ResumeCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ResumeCheckpointResponse, _abc.Awaitable[_coordinator_pb2.ResumeCheckpointResponse]]:
-        """Reopens the fleet. A checkpoint that is not published is aborted by it.
-        Errors: none beyond the common ones. Recovery: repeatable.
+        """Reopens the fleet, whatever runs. A checkpoint that is not published is aborted by it. For a Restore: lets what
+        is installed go on, or frees it (discard).
+        Errors: none beyond the common ones. An id that was never open here is replied as ABORTED, or PUBLISHED if the
+        root says so, and cannot be prepared afterwards. Recovery: repeatable.
         """
 
     @_abc_1.abstractmethod
@@ -235,8 +285,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RestoreCheckpointResponse, _abc.Awaitable[_coordinator_pb2.RestoreCheckpointResponse]]:
         """Verifies a published checkpoint, then installs it everywhere. The client calls ResumeCheckpoint when its
-        own state is loaded and reconciled.
-        Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint).
+        own state is loaded and reconciled. A Restore that failed has been undone when the reply comes.
+        Errors: STATE_NOT_FOUND, STATE_CORRUPT (choose another checkpoint), CHECKPOINT_CONFLICT while something else is
+        open, STALE_CHECKPOINT for a restore_id that has ended.
         """
 
     @_abc_1.abstractmethod
@@ -245,7 +296,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RenewCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RenewCheckpointResponse, _abc.Awaitable[_coordinator_pb2.RenewCheckpointResponse]]:
-        """Extends the client's session; the coordinator renews the participants' leases by itself.
+        """Extends the client's session, and every participant's lease by the same duration at once. The coordinator
+        renews leases by itself too, as long as the session lives.
         Errors: STATE_NOT_FOUND when the session has ended.
         """
 
@@ -275,8 +327,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetCheckpointResponse, _abc.Awaitable[_coordinator_pb2.GetCheckpointResponse]]:
-        """Tells one checkpoint of the root.
-        Errors: STATE_NOT_FOUND.
+        """Tells one checkpoint of the root, or one that is open or has ended here.
+        Errors: STATE_NOT_FOUND, STATE_CORRUPT for one that cannot be read.
         """
 
     @_abc_1.abstractmethod
@@ -287,6 +339,17 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.ListCheckpointsResponse, _abc.Awaitable[_coordinator_pb2.ListCheckpointsResponse]]:
         """Lists the published checkpoints of the root, newest first by sequence number.
         Errors: INVALID_ARGUMENT for a bad page token (begin anew).
+        """
+
+    @_abc_1.abstractmethod
+    def ListCheckpointEpisodes(
+        self,
+        request: _coordinator_pb2.ListCheckpointEpisodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.ListCheckpointEpisodesResponse], _abc.AsyncIterator[_coordinator_pb2.ListCheckpointEpisodesResponse]]:
+        """Streams a whole list of a checkpoint, or of the open Restore, in batches of at most 1,000: what stands behind
+        the counts of replies whose lists are cut.
+        Errors: STATE_NOT_FOUND, STATE_CORRUPT.
         """
 
     @_abc_1.abstractmethod
@@ -305,8 +368,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DeleteCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeleteCheckpointResponse, _abc.Awaitable[_coordinator_pb2.DeleteCheckpointResponse]]:
-        """Deletes a checkpoint that retention would not keep.
-        Errors: CHECKPOINT_CONFLICT naming what holds it; STATE_NOT_FOUND.
+        """Deletes a checkpoint that retention would not keep. Interrupted, it is finished by the next deletion. One that
+        is deleted already is no error.
+        Errors: CHECKPOINT_CONFLICT naming what holds it (it is the newest, pinned, open, or cannot be read);
+        STATE_NOT_FOUND; STATE_UNWRITABLE (again finishes it).
         """
 
     @_abc_1.abstractmethod
@@ -315,7 +380,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchEventsResponse], _abc.AsyncIterator[_coordinator_pb2.WatchEventsResponse]]:
-        """Streams events from a given number on.
+        """Streams events from a given number on: those remembered (the last 1,000) first, then each as it happens.
         Errors: none beyond credentials. Recovery: call again from the last number.
         """
 
@@ -326,8 +391,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.RunCheckpointResponse], _abc.AsyncIterator[_coordinator_pb2.RunCheckpointResponse]]:
         """Prepare, commit, publish and resume in one call, with progress; the last message is the result. A client
-        that goes away before publication gets its checkpoint aborted.
-        Errors: as PrepareCheckpoint. Recovery: look whether the id is published (GetCheckpoint), else a new id.
+        that goes away before publication gets its checkpoint aborted. Repeated under an id that is published, it gives
+        the result at once.
+        Errors: as PrepareCheckpoint. Recovery: the same call again if the id is published (GetCheckpoint), else a new
+        id.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

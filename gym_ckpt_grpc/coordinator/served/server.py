@@ -1,0 +1,77 @@
+"""Serving a coordinator, for trainers in any language.
+
+async with Coordinator(fleet, root=root) as coordinator, CoordinatorServer(coordinator, "127.0.0.1:7100"):
+    ...
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from gym_ckpt_grpc.auth import Authenticator
+from gym_ckpt_grpc.control.serving import ServiceHost
+from gym_ckpt_grpc.coordinator.coordinator import Coordinator
+from gym_ckpt_grpc.coordinator.deadlines import positive_seconds
+from gym_ckpt_grpc.coordinator.served.servicer import CoordinatorServicer
+from gym_ckpt_grpc.coordinator.served.sessions import SESSION_TTL, Sessions
+from gym_ckpt_grpc.telemetry import CallObserver
+from gymckpt.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
+
+
+class CoordinatorServer:
+    """CoordinatorService over an entered coordinator.
+
+    address: `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. authenticator: None lets
+    every local caller do everything, and is refused on an address that is not local. allow_insecure: needed for plain
+    text beyond this host. session_ttl: seconds that a checkpoint stays open beyond its client's last call.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        address: str = "127.0.0.1:0",
+        *,
+        authenticator: Authenticator | None = None,
+        allow_insecure: bool = False,
+        observer: CallObserver | None = None,
+        session_ttl: float = SESSION_TTL,
+    ) -> None:
+        self.coordinator = coordinator
+        self._host = ServiceHost(
+            SERVICE,
+            address,
+            identity=None,
+            authenticator=authenticator,
+            allow_insecure=allow_insecure,
+            observer=observer,
+        )
+        self._sessions = Sessions(coordinator, positive_seconds("session_ttl", session_ttl))
+
+    @property
+    def address(self) -> str:
+        """Where it serves."""
+        return self._host.address
+
+    async def start(self) -> Self:
+        """Bind and serve. Raises UsageError naming an address that cannot be had."""
+        servicer = CoordinatorServicer(self.coordinator, self._sessions)
+        await self._host.start(
+            lambda server: coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
+        )
+        return self
+
+    async def stop(self, grace: float = 1.0) -> None:
+        """Abort what is open and unpublished, then stop serving: other calls have `grace` seconds."""
+        await self._sessions.close()
+        await self._host.stop(grace)
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
