@@ -48,7 +48,7 @@ async def capture(owner: StateOwner, scope: EpisodeScope, work: Work) -> Capture
         raise ExportFailed(f"the export hook failed: {unexpected(error, 'exporting records').message}") from error
     _check(scope, records)
     with_record = {record.episode for record in records}
-    without = sum(1 for episode in scope if episode not in with_record)
+    without = tuple(episode for episode in scope if episode not in with_record)
     return Captured(tuple(records), tuple(left_out), without, len(restarts))
 
 

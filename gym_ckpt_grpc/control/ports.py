@@ -46,6 +46,7 @@ class EpisodeListKind(enum.IntEnum):
     BLOCKING = 3
     RESTORED_PENDING = 4
     RETIRED = 5
+    WITHOUT_RECORD = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ class ParticipantServicer(participant_pb2_grpc.ParticipantServiceServicer):
             without_record_count=reply.without_record,
             deleting=reply.deleting,
             restart_count=reply.restart_count,
+            release_problem=reply.release_problem,
             replayed=replayed,
         )
 

@@ -168,13 +168,13 @@ def manifest_digest(request: Any) -> Iterator[Violation]:
         yield Violation("expected_manifest_digest", "is no sha256 in lower-case hex")
 
 
-_LIST_KINDS = range(1, 6)
-_LIST_COMMITTED = 1
+_LIST_KINDS = range(1, 7)
+_LISTS_OF_A_COMMIT = (1, 6)
 
 
 def list_kind(request: Any) -> Iterator[Violation]:
     """Kind of a ListEpisodes, and the checkpoint that it needs."""
     if request.kind not in _LIST_KINDS:
         yield Violation("kind", "is unspecified or unknown")
-    if request.kind == _LIST_COMMITTED:
+    if request.kind in _LISTS_OF_A_COMMIT:
         yield from text("checkpoint_id", request.checkpoint_id, checkpoint_id_problem)

@@ -40,7 +40,7 @@ def stored(p: Participant, checkpoint_id: str = "c1") -> dict[EpisodeId, object]
     return {record.episode: record.decode("state") for record in part.records}
 
 
-@pytest.mark.behaviour("C78", "C79")
+@pytest.mark.behaviour("C78", "C79", "C101")
 async def test_a_commit_and_its_replay(tmp_path: Path) -> None:
     """Digest, counts and bytes; the repeated one is identical and nothing is written again."""
     async with Participant(tmp_path) as p:
@@ -58,6 +58,7 @@ async def test_a_commit_and_its_replay(tmp_path: Path) -> None:
         assert len([c for c in p.files.calls[calls:] if not c.startswith("open")]) == 0
         assert stored(p) == {A: {"name": "a"}, B: {"name": "b"}}
         assert await p.listed(pb.EPISODE_LIST_KIND_COMMITTED, "c1") == [A, B]
+        assert await p.listed(pb.EPISODE_LIST_KIND_WITHOUT_RECORD, "c1") == [EpisodeId("elsewhere")]
 
 
 @pytest.mark.behaviour("C80", "C81", "C31")
@@ -409,7 +410,7 @@ async def test_a_deletion_that_hangs_holds_the_reply_for_a_moment_only(tmp_path:
         assert {b, c}.isdisjoint(p.owner.live)
 
 
-@pytest.mark.behaviour("C104")
+@pytest.mark.behaviour("C103", "C104")
 async def test_stop_frees_compute_once_durable(tmp_path: Path) -> None:
     """Exactly what was exported, after the write; not when the write failed; never failing the Commit."""
     async with Participant(tmp_path, settings=ControlSettings(deletion_wait=0.05)) as p:
@@ -420,7 +421,7 @@ async def test_stop_frees_compute_once_durable(tmp_path: Path) -> None:
             await p.commit([A], stop=True)
         assert p.owner.releases.count == 0
         p.files.fail("publish", None)
-        await p.commit([A], stop=True)
+        assert (await p.commit([A], stop=True)).release_problem == ""
         assert p.owner.released == [A]
         assert (await p.commit([A], stop=True)).replayed
         assert p.owner.releases.count == 1
@@ -433,7 +434,10 @@ async def test_stop_frees_compute_once_durable(tmp_path: Path) -> None:
             else:
                 p.owner.releases.error = HookFailed("no")
             async with asyncio.timeout(1):
-                assert (await p.commit([A], stop=True)).record_count == 1
+                reply = await p.commit([A], stop=True)
+            assert reply.record_count == 1
+            assert ("had not ended" if slow else "incident") in reply.release_problem
+            assert await p.phase() == "COMMITTED"
 
 
 @pytest.mark.behaviour("C104", "C115")

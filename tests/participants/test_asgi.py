@@ -203,7 +203,7 @@ async def test_the_exception_handler_answers_control_errors_and_nothing_else() -
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await (await answer_refusal(None, InvalidPhase("no")))({}, None, send)  # type: ignore[arg-type]
+    await (await answer_refusal(None, InvalidPhase("no")))({}, None, send)
     assert (sent[0]["status"], b"INVALID_PHASE" in sent[1]["body"]) == (409, True)
     with pytest.raises(KeyError):
         await answer_refusal(None, KeyError("x"))

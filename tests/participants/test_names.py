@@ -73,7 +73,7 @@ def test_a_malformed_capture_key_is_an_invalid_argument(path: str) -> None:
     assert caught.value.violations[0].field == "path"
 
 
-@pytest.mark.behaviour("P43")
+@pytest.mark.behaviour("P43", "C40")
 @pytest.mark.parametrize("code", list(ERRORS))
 def test_each_refusal_has_its_status_and_names_its_code(code: ErrorCode) -> None:
     """400, 401, 403 and 404 for their own codes, 503 with Retry-After for the two that pass, 409 for the rest."""

@@ -192,6 +192,8 @@ class _EpisodeListKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Episo
     """Restored episodes that nothing has started yet."""
     EPISODE_LIST_KIND_RETIRED: _EpisodeListKind.ValueType  # 5
     """Marks: the highest refused attempt of each retired rollout."""
+    EPISODE_LIST_KIND_WITHOUT_RECORD: _EpisodeListKind.ValueType  # 6
+    """Episodes of the scope of a named checkpoint's commit that have no record here."""
 
 class EpisodeListKind(_EpisodeListKind, metaclass=_EpisodeListKindEnumTypeWrapper):
     """Which list ListEpisodes streams."""
@@ -208,6 +210,8 @@ EPISODE_LIST_KIND_RESTORED_PENDING: EpisodeListKind.ValueType  # 4
 """Restored episodes that nothing has started yet."""
 EPISODE_LIST_KIND_RETIRED: EpisodeListKind.ValueType  # 5
 """Marks: the highest refused attempt of each retired rollout."""
+EPISODE_LIST_KIND_WITHOUT_RECORD: EpisodeListKind.ValueType  # 6
+"""Episodes of the scope of a named checkpoint's commit that have no record here."""
 Global___EpisodeListKind: _TypeAlias = EpisodeListKind  # noqa: Y015
 
 class _RetireState:
@@ -876,6 +880,7 @@ class CommitResponse(_message.Message):
     DELETING_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
+    RELEASE_PROBLEM_FIELD_NUMBER: _builtins.int
     manifest_digest: _builtins.str
     """Required. sha256 of the manifest's bytes, lower-case hex."""
     record_count: _builtins.int
@@ -892,6 +897,10 @@ class CommitResponse(_message.Message):
     """In-flight episodes that restart, counted at the capture."""
     replayed: _builtins.bool
     """Whether this is a recorded reply."""
+    release_problem: _builtins.str
+    """With stop: why compute outside the process was not freed (yet), for people; empty if it was. The records are
+    durable all the same.
+    """
     @_builtins.property
     def participant(self) -> Global___ParticipantIdentity:
         """Required. Who answers."""
@@ -913,10 +922,11 @@ class CommitResponse(_message.Message):
         deleting: _builtins.int = ...,
         restart_count: _builtins.int = ...,
         replayed: _builtins.bool = ...,
+        release_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["left_out", b"left_out", "participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "deleting", b"deleting", "left_out", b"left_out", "left_out_count", b"left_out_count", "manifest_digest", b"manifest_digest", "participant", b"participant", "record_count", b"record_count", "replayed", b"replayed", "restart_count", b"restart_count", "without_record_count", b"without_record_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "deleting", b"deleting", "left_out", b"left_out", "left_out_count", b"left_out_count", "manifest_digest", b"manifest_digest", "participant", b"participant", "record_count", b"record_count", "release_problem", b"release_problem", "replayed", b"replayed", "restart_count", b"restart_count", "without_record_count", b"without_record_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1353,7 +1363,7 @@ class ListEpisodesRequest(_message.Message):
     kind: Global___EpisodeListKind.ValueType
     """Required. Which list."""
     checkpoint_id: _builtins.str
-    """Required for COMMITTED, else ignored. The checkpoint whose commit is meant."""
+    """Required for COMMITTED and WITHOUT_RECORD, else ignored. The checkpoint whose commit is meant."""
     def __init__(
         self,
         *,
