@@ -10,7 +10,7 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point of the script. Says what to install where the `cli` extra is missing."""
     try:
-        from gym_ckpt_grpc.cli.app import app
+        from gym_ckpt_grpc.cli.operator_commands import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

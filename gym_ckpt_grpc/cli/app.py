@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from gym_ckpt_grpc.cli.access import FLEET_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, fleet_of, token_source
 from gym_ckpt_grpc.cli.exits import EXIT_HELP, Exit
 from gym_ckpt_grpc.cli.output import errors
-from gym_ckpt_grpc.coordinator import DiscoveryFailed, FleetInvalid
+from gym_ckpt_grpc.coordinator import DiscoveryFailed, FleetError, FleetInvalid
 from gym_ckpt_grpc.protocol.errors import (
     GymCkptError,
     InvalidArgument,
@@ -52,10 +53,16 @@ def ended(command: Callable[[], Exit]) -> None:
         errors.print("interrupted")
         code = Exit.INTERRUPTED
     except GymCkptError as error:
-        errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
-        code = Exit.USAGE if isinstance(error, _USAGE) else Exit.FAILED
-        code = Exit.UNREACHABLE if isinstance(error, _UNREACHABLE) else code
+        # Escaped: the name of a participant, in brackets, would be taken for a style.
+        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        code = _code(error)
     raise typer.Exit(int(code))
+
+
+def _code(error: GymCkptError) -> Exit:
+    if isinstance(error, _UNREACHABLE) or (isinstance(error, FleetError) and isinstance(error.cause, _UNREACHABLE)):
+        return Exit.UNREACHABLE
+    return Exit.USAGE if isinstance(error, _USAGE) else Exit.FAILED
 
 
 def ended_async(command: Callable[[], Coroutine[Any, Any, Exit]]) -> None:
@@ -136,3 +143,69 @@ def verify(root: Root, checkpoint: Checkpoint = "latest", as_json: Json = False)
     from gym_ckpt_grpc.cli.show import verify as run
 
     ended(lambda: run(root, checkpoint, as_json=as_json))
+
+
+@app.command()
+def conform(
+    address: Annotated[str, typer.Argument(help="Where the participant is served: host:port or unix:path.")],
+    token_file: TokenFileOption = None,
+    observer_token_file: Annotated[Path | None, typer.Option(help="An observer's token, to check roles.")] = None,
+    root: Annotated[str | None, typer.Option(help="A root it may write to; without: no Commit, no Restore.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Check only this id or name; repeatable.")] = None,
+    expendable: Annotated[
+        list[str] | None, typer.Option(help="A live episode that may be retired and restored; repeatable.")
+    ] = None,
+    ready_within: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for a safe cut.")] = 5.0,
+    allow_insecure: Annotated[bool, typer.Option(help="Send the token in plain text beyond this host.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check what a participant keeps of the control plane's behaviours. Closes admission often: not in a run."""
+    from gym_ckpt_grpc.cli.conform import conform as run
+
+    async def command() -> Exit:
+        return await run(
+            address,
+            token=token_source(token_file),
+            observer_token=token_source(observer_token_file) if observer_token_file else None,
+            root=root,
+            expendable=expendable or [],
+            only=only or [],
+            ready_within=ready_within,
+            allow_insecure=allow_insecure,
+            as_json=as_json,
+        )
+
+    ended_async(command)
+
+
+@app.command("serve-coordinator")
+def serve_coordinator(
+    root: Root,
+    address: Annotated[str, typer.Option(help="Where to serve: host:port or unix:path.")] = "127.0.0.1:7100",
+    fleet: FleetOption = None,
+    token_file: TokenFileOption = None,
+    observer_token_file: Annotated[Path | None, typer.Option(help="A token that may only read.")] = None,
+    controller: Annotated[str, typer.Option(help="Who this is: the controller's id.")] = "coordinator",
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for a fleet that is not complete yet.")] = 60.0,
+    session_ttl: Annotated[float, typer.Option(min=1.0, help="Seconds that a client may be silent.")] = 30.0,
+    allow_insecure: Annotated[bool, typer.Option(help="Tokens and data in plain text beyond this host.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Serve CoordinatorService over a fleet until Ctrl-C, for trainers in any language."""
+    from gym_ckpt_grpc.cli.serve import serve_coordinator as run
+
+    async def command() -> Exit:
+        return await run(
+            fleet_of(fleet),
+            root,
+            address,
+            token=token_source(token_file),
+            observer_token=token_source(observer_token_file) if observer_token_file else None,
+            controller=controller,
+            wait=wait,
+            session_ttl=session_ttl,
+            allow_insecure=allow_insecure,
+            as_json=as_json,
+        )
+
+    ended_async(command)

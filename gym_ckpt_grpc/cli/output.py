@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 WIDE = 160
@@ -41,7 +42,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    # Escaped: what stands in brackets would be taken for a style.
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
 
 
 def size(count: int) -> str:

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from gym_ckpt_grpc.cli.exits import Exit
 from gym_ckpt_grpc.cli.output import errors, people, print_json, table
@@ -14,8 +15,40 @@ from gym_ckpt_grpc.minigym.deployment import SERVED_KINDS, Deployment
 from gym_ckpt_grpc.minigym.supervisor import Supervisor, Unhealthy
 from gym_ckpt_grpc.minigym.tasks import Task, make_tasks
 from gym_ckpt_grpc.minigym.trainer import Trainer
+from gym_ckpt_grpc.protocol.ids import EpisodeId
 
 FIRST_LIFE = 1
+IN_FLIGHT = "in-flight"
+"""The file, in the deployment's directory, that lists what the trainer has in flight: capture keys, one per line."""
+
+
+class InFlight(dict[str, EpisodeId]):
+    """What a trainer has in flight, kept in a file as well, whole after every change: the scope of a checkpoint."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+        self._write()
+
+    def __setitem__(self, rollout_id: str, episode: EpisodeId) -> None:
+        super().__setitem__(rollout_id, episode)
+        self._write()
+
+    def pop(self, rollout_id: str, *default: Any) -> Any:
+        """Take one out, as a dict does."""
+        episode = super().pop(rollout_id, *default)
+        self._write()
+        return episode
+
+    def clear(self) -> None:
+        """Take all out, as a dict does."""
+        super().clear()
+        self._write()
+
+    def _write(self) -> None:
+        temporary = self._file.with_suffix(".new")
+        temporary.write_text("".join(f"{episode.capture_key}\n" for episode in self.values()))
+        temporary.replace(self._file)
 
 
 async def up(*, directory: Path | None, rollouts: int, as_json: bool) -> Exit:
@@ -27,8 +60,9 @@ async def up(*, directory: Path | None, rollouts: int, as_json: bool) -> Exit:
         plan = Deployment.load(plan_file) if plan_file.exists() else Deployment.create(place)
         async with Supervisor(plan.logs) as servers:
             await servers.start(plan.specs(life=FIRST_LIFE))
+            in_flight = InFlight(place / IN_FLIGHT)
             _print(plan, servers, as_json=as_json)
-            return await _stay(plan, servers, rollouts)
+            return await _stay(plan, servers, rollouts, in_flight)
     except Unhealthy as error:
         errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
         return Exit.FAILED
@@ -37,11 +71,12 @@ async def up(*, directory: Path | None, rollouts: int, as_json: bool) -> Exit:
             shutil.rmtree(place, ignore_errors=True)
 
 
-async def _stay(plan: Deployment, servers: Supervisor, rollouts: int) -> Exit:
+async def _stay(plan: Deployment, servers: Supervisor, rollouts: int, in_flight: InFlight) -> Exit:
     """Keep `rollouts` running, until a server ends."""
     ended = asyncio.create_task(servers.first_exit(), name="watch for exits")
     try:
         async with Trainer(plan.server("environment").url) as trainer:
+            trainer.in_flight = in_flight
             for seed in itertools.count():
                 trainer.send(_named(task, seed) for task in make_tasks(rollouts, seed))
                 finished = asyncio.create_task(trainer.finish(), name="rollouts")
@@ -51,6 +86,7 @@ async def _stay(plan: Deployment, servers: Supervisor, rollouts: int) -> Exit:
                 if ended.done():
                     errors.print(f"[red]a server ended:[/red] {ended.result()}", soft_wrap=True)
                     return Exit.FAILED
+                trainer.in_flight.clear()  # a rollout whose connection broke is not sent again here
     finally:
         ended.cancel()
     return Exit.OK
@@ -67,6 +103,7 @@ def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
         "fleet": str(plan.fleet_file),
         "root": plan.root.as_uri(),
         "token_file": str(plan.token_file("controller")),
+        "in_flight": str(Path(plan.directory) / IN_FLIGHT),
         "observer_token_file": str(plan.token_file("observer")),
         "servers": [
             {
@@ -86,4 +123,5 @@ def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
     people.print(f"fleet  {described['fleet']}", soft_wrap=True)
     people.print(f"root   {described['root']}", soft_wrap=True)
     people.print(f"token  {described['token_file']}", soft_wrap=True)
+    people.print(f"rollouts in flight are listed in {described['in_flight']}", soft_wrap=True)
     people.print("up; Ctrl-C ends it")

@@ -1,0 +1,72 @@
+"""`gym-ckpt serve-coordinator`: a coordinator of a fleet, served for trainers in any language."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from gym_ckpt_grpc.auth import Authenticator, Role, TokenSource
+from gym_ckpt_grpc.cli.exits import Exit
+from gym_ckpt_grpc.cli.output import errors, people, print_json
+from gym_ckpt_grpc.coordinator import Coordinator, DiscoveryFailed, Fleet
+from gym_ckpt_grpc.coordinator.served import CoordinatorServer
+
+AGAIN = 1.0
+"""Seconds between two looks at a fleet that is not complete yet."""
+
+
+async def serve_coordinator(
+    fleet: Fleet,
+    root: str,
+    address: str,
+    *,
+    token: TokenSource | None,
+    observer_token: TokenSource | None,
+    controller: str,
+    wait: float,
+    session_ttl: float,
+    allow_insecure: bool,
+    as_json: bool,
+) -> Exit:
+    """Serve until interrupted. The token is both what participants are sent and what clients must send."""
+    tokens = {Role.CONTROLLER: token, Role.OBSERVER: observer_token}
+    known = {role: source for role, source in tokens.items() if source is not None}
+    coordinator = Coordinator(fleet, root=root, controller_id=controller, token=token, allow_insecure=allow_insecure)
+    server = CoordinatorServer(
+        coordinator,
+        address,
+        authenticator=Authenticator(known) if known else None,
+        allow_insecure=allow_insecure,
+        session_ttl=session_ttl,
+    )
+    async with _entered(coordinator, wait), server:
+        if as_json:
+            print_json({"address": server.address, "epoch": coordinator.epoch, "root": coordinator.root.uri})
+        else:
+            people.print(f"CoordinatorService at {server.address}, epoch {coordinator.epoch}; Ctrl-C ends it")
+        await asyncio.Event().wait()
+    return Exit.OK
+
+
+@asynccontextmanager
+async def _entered(coordinator: Coordinator, wait: float) -> AsyncIterator[None]:
+    """Inside the coordinator, once its fleet is complete; raises DiscoveryFailed after `wait` seconds."""
+    ends, told = time.monotonic() + wait, ""
+    while True:
+        try:
+            await coordinator.__aenter__()
+            break
+        except DiscoveryFailed as error:
+            if time.monotonic() >= ends:
+                raise
+            missing = ", ".join(sorted({sighting.server.service for sighting in error.sightings if not sighting.ok}))
+            if missing != told:
+                told = missing
+                errors.print(f"waiting for {missing}", soft_wrap=True)
+            await asyncio.sleep(AGAIN)
+    try:
+        yield
+    finally:
+        await coordinator.__aexit__(None, None, None)
