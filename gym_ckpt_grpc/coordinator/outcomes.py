@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from gym_ckpt_grpc.protocol.errors import ControlError
-from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
+from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -46,6 +47,12 @@ class Outcome(Generic[R_co]):
             raise self.error
         assert self.reply is not None
         return self.reply
+
+
+def in_listing_order(outcomes: Iterable[Outcome[Any]]) -> list[Outcome[Any]]:
+    """Outcomes by kind, service and instance, whoever answered first."""
+    order = list(ParticipantKind)
+    return sorted(outcomes, key=lambda o: (order.index(o.identity.kind), o.identity.service, o.identity.instance))
 
 
 def failures(outcomes: list[Outcome[Any]]) -> list[Outcome[Any]]:

@@ -23,7 +23,7 @@ from gym_ckpt_grpc.coordinator.events import EventKind
 from gym_ckpt_grpc.coordinator.fleet import Fleet
 from gym_ckpt_grpc.coordinator.leaving import Leaving, leave_shielded
 from gym_ckpt_grpc.coordinator.member import Member
-from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
+from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures, in_listing_order
 from gym_ckpt_grpc.coordinator.preparing import Preparing
 from gym_ckpt_grpc.coordinator.publication import Publication
 from gym_ckpt_grpc.coordinator.reopening import Reopening
@@ -78,8 +78,8 @@ class Checkpoint:
 
     @property
     def outcomes(self) -> Mapping[str, list[Outcome[Any]]]:
-        """Operation -> outcomes, such as `outcomes["Commit"]`."""
-        return {operation: list(by_name.values()) for operation, by_name in self._outcomes.items()}
+        """Operation -> outcomes in listing order, such as `outcomes["Commit"]`."""
+        return {operation: in_listing_order(by_name.values()) for operation, by_name in self._outcomes.items()}
 
     @property
     def manifest(self) -> AggregateManifest | None:
