@@ -55,6 +55,8 @@ class Committing:
             core.machine.drop_kept(work.checkpoint_id)
             raise
         work.captured = captured
+        if not scope.is_all:
+            work.outside = {episode for episode in core.owner.restored_pending() if episode not in scope}
         if core.work is work:
             core.machine.record(Operation.CAPTURE, captured)
             if core.machine.phase is Phase.PREPARED:
@@ -87,7 +89,7 @@ class Committing:
         captured = await asyncio.shield(capture)
         try:
             part = await self._write(work, captured, location)
-            deleting = await self._delete_outside(work, arguments.scope)
+            deleting = await self._delete_outside(work)
         except BaseException as error:
             if self._current(work):
                 core.move(Phase.CAPTURED)
@@ -98,16 +100,16 @@ class Committing:
             raise unexpected(error, "writing records") from error
         finally:
             work.answered_at = core.clock()
-        if arguments.stop and self._current(work):
-            await self._release(captured)
+        problem = await self._release(captured) if arguments.stop and self._current(work) else ""
         reply = CommitReply(
             manifest_digest=part.manifest_digest,
             record_count=part.record_count,
             bytes=part.bytes,
             left_out=captured.left_out,
-            without_record=captured.without_record,
+            without_record=len(captured.without_record),
             deleting=deleting,
             restart_count=captured.restart_count,
+            release_problem=problem,
         )
         if self._current(work):
             core.machine.record(Operation.COMMIT, reply)
@@ -140,18 +142,16 @@ class Committing:
         )
         return await core.in_thread(write)
 
-    async def _delete_outside(self, work: Work, scope: EpisodeScope) -> int:
-        """Free restored state outside a list scope; gives how many deletions still run after the wait.
+    async def _delete_outside(self, work: Work) -> int:
+        """Free what was restored and is outside a list scope; gives how many deletions still run after the wait.
 
-        Each is begun once; a retry begins anew only what failed. Raises the first failure.
+        Each is begun once; a retry begins anew only what failed and is still there. Raises the first failure.
         """
-        if scope.is_all:
-            return 0
         core = self._core
         work.deleting_since = asyncio.get_running_loop().time()
-        for episode in sorted(core.owner.restored_pending()):
-            known = work.deletions.get(episode)
-            if episode not in scope and (known is None or known.done()):
+        work.deletions = {episode: task for episode, task in work.deletions.items() if not task.done()}
+        for episode in sorted(work.outside & core.owner.restored_pending()):
+            if episode not in work.deletions:
                 deletion = core.owner.delete_restored(episode)
                 work.deletions[episode] = core.tasks.own(deletion, f"delete {episode}")
         if not work.deletions:
@@ -162,8 +162,16 @@ class Committing:
                 raise failure
         return len(running)
 
-    async def _release(self, captured: Captured) -> None:
-        """Free compute, best effort: the records are durable, and a failure is in the log."""
+    async def _release(self, captured: Captured) -> str:
+        """Free compute, best effort, since the records are durable; gives what went wrong, for the reply."""
         core = self._core
-        release = core.owner.release_exported([record.episode for record in captured.records])
-        await asyncio.wait({core.tasks.own(release, "free compute")}, timeout=core.settings.deletion_wait)
+        hook = core.owner.release_exported([record.episode for record in captured.records])
+        release = core.tasks.own(hook, "free compute")
+        await asyncio.wait({release}, timeout=core.settings.deletion_wait)
+        if not release.done():
+            return f"freeing compute had not ended after {core.settings.deletion_wait:g} s; it goes on"
+        failure = failure_of(release)
+        if failure is None:
+            return ""
+        typed = failure if isinstance(failure, ControlError) else unexpected(failure, "freeing compute")
+        return typed.message

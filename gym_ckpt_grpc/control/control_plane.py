@@ -225,7 +225,9 @@ class ControlPlane:
         """Batches of at most 1,000 episodes of one list."""
         core = self._core
         if which is EpisodeListKind.COMMITTED:
-            episodes: Sequence[EpisodeId] = self._committed(checkpoint_id)
+            episodes: Sequence[EpisodeId] = [record.episode for record in self._committed(checkpoint_id).records]
+        elif which is EpisodeListKind.WITHOUT_RECORD:
+            episodes = self._committed(checkpoint_id).without_record
         elif which is EpisodeListKind.RETIRED:
             episodes = core.retirement.marks
         else:
@@ -236,13 +238,14 @@ class ControlPlane:
         for start in range(0, len(episodes), BATCH):
             yield episodes[start : start + BATCH]
 
-    def _committed(self, checkpoint_id: str) -> Sequence[EpisodeId]:
+    def _committed(self, checkpoint_id: str) -> Captured:
+        """What the commit of a checkpoint was made from; raises StateNotFound if none is known here."""
         work = self._core.work
         if work is None or work.checkpoint_id != checkpoint_id:
             work = self._core.kept.get(checkpoint_id)
         if work is None or work.captured is None or not succeeded(work.commit):
             raise StateNotFound(f"no commit of {checkpoint_id} is known here")
-        return [record.episode for record in work.captured.records]
+        return work.captured
 
     # Inside
 
@@ -257,7 +260,8 @@ class ControlPlane:
         dropping = self._reopening.drop_older(call.epoch)
         if not dropping or budget is None:
             return decision
-        _, pending = await asyncio.wait(dropping, timeout=budget.left())
+        with self._holding(call.checkpoint_id):
+            _, pending = await asyncio.wait(dropping, timeout=budget.left())
         if pending and call.operation is not Operation.RESUME:
             raise OutOfTime("ending an earlier controller's write had not ended in time; it goes on")
         return self._ask(call, last_check)
@@ -304,10 +308,13 @@ class ControlPlane:
         return work
 
     @contextlib.contextmanager
-    def _holding(self) -> Iterator[None]:
-        """Hold the lease while this call runs; it counts from the call's end, or from its broken connection."""
+    def _holding(self, checkpoint_id: str | None = None) -> Iterator[None]:
+        """Hold the lease while this call runs; it counts from the call's end, or from its broken connection.
+
+        checkpoint_id: whose lease, that of the open checkpoint if None.
+        """
         current = self._core.machine.open
-        if current is None:
+        if current is None or checkpoint_id not in (None, current.checkpoint_id):
             yield
             return
         current.lease.hold()

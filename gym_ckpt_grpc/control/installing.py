@@ -8,7 +8,7 @@ from functools import partial
 from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.doors import give_up
-from gym_ckpt_grpc.control.error_details import unexpected
+from gym_ckpt_grpc.control.error_details import log, unexpected
 from gym_ckpt_grpc.control.ports import Closing, HookFailed, InvalidState
 from gym_ckpt_grpc.control.work import RestoreReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, InstallFailed, StaleCheckpoint, StateCorrupt
@@ -51,6 +51,9 @@ class Installing:
             failure = self._typed(error)
             await give_up(core, work, Phase.RESTORING)
             raise failure from error
+        work.installed = frozenset(scope.targets.values())
+        for kept in core.kept.values():
+            kept.outside -= work.installed  # installed anew: no business of an earlier checkpoint
         if core.work is not work or core.machine.phase is not Phase.RESTORING:
             # A Resume came at the last moment: what it discards must not stay live.
             await self._free(scope)
@@ -103,8 +106,12 @@ class Installing:
             raise InstallFailed("nobody waits for this install any more; it was discarded")
 
     async def _free(self, scope: RestoreScope) -> None:
+        """Take back what was made live; an episode whose hook fails keeps no other from being freed."""
         for target in scope.targets.values():
-            await self._core.owner.delete_restored(target)
+            try:
+                await self._core.owner.delete_restored(target)
+            except Exception as error:
+                log.error("freeing restored %s failed: %s", target, error)
 
     def _typed(self, error: Exception) -> ControlError:
         if isinstance(error, ControlError):

@@ -32,7 +32,8 @@ class Reopening:
         core.move(Phase.RESUMING)
         work.began = core.clock()
         work.end()
-        keep = keep and phase in (Phase.CAPTURED, Phase.COMMITTING)
+        # An export that still runs has frozen nothing: opened over it, it would tell of two moments.
+        keep = keep and phase in (Phase.CAPTURED, Phase.COMMITTING) and work.captured is not None
         if keep:
             self._keep(work)
         reopen = self._reopen(work, cause, was=phase, keep=keep)
@@ -47,7 +48,7 @@ class Reopening:
         await cancel_and_wait([work.install], core.settings.cleanup_limit)
         await self._deletions_ended(work)
         if was is Phase.RESTORED and cause is OpeningCause.LEASE_EXPIRED:
-            await self._free_restored()
+            await self._free_installed(work)
         await open_admission(core, work, cause, lambda: True)
         core.machine.end(fenced=True)
         core.work = None
@@ -72,9 +73,9 @@ class Reopening:
             left = ends - asyncio.get_running_loop().time()
             await asyncio.wait(work.deletions.values(), timeout=max(0.0, left))
 
-    async def _free_restored(self) -> None:
+    async def _free_installed(self, work: Work) -> None:
         """Nothing has started from what a dead controller installed: free it and leave no refusal."""
-        for episode in sorted(self._core.owner.restored_pending()):
+        for episode in sorted(work.installed & self._core.owner.restored_pending()):
             try:
                 await self._core.owner.delete_restored(episode)
             except Exception as error:

@@ -102,6 +102,10 @@ class Retirement:
         except Exception as error:
             raise error if isinstance(error, ControlError) else unexpected(error, f"retiring {episode}") from error
         self._unfreed.pop(episode, None)
+        # Earlier attempts were freed with it; one whose own stop failed would count as held for ever.
+        for earlier in self.holders(episode.rollout_id, episode.attempt):
+            if self._unfreed[earlier].task.done():
+                del self._unfreed[earlier]
         self._freed()
 
     async def outcomes(self, stops: Stops, budget: Budget) -> list[tuple[EpisodeId, str | None]]:

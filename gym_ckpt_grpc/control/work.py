@@ -29,13 +29,13 @@ class Captured:
 
     records: Sequence[Record]
     left_out: tuple[EpisodeId, ...]
-    without_record: int
+    without_record: tuple[EpisodeId, ...]
     restart_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class CommitReply:
-    """What a Commit wrote."""
+    """What a Commit wrote. release_problem: why compute was not freed (`stop`), or empty."""
 
     manifest_digest: str
     record_count: int
@@ -44,6 +44,7 @@ class CommitReply:
     without_record: int
     deleting: int
     restart_count: int
+    release_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,9 @@ class Work:
 
     settled is set while PREPARED holds, and for good once the checkpoint ended. began: when its running operation
     began. answered_at: when it was kept after Resume, or its kept Commit ended; kept records are dropped a
-    lease_ttl after that. deleting_since counts on the loop's clock. waiters counts the calls that wait for an
-    install: one that ends with nobody waiting is discarded.
+    lease_ttl after that. outside: restored and not started when the records were frozen, and not in the scope: what
+    its Commit deletes. installed: what its Restore made live. deleting_since counts on the loop's clock. waiters
+    counts the calls that wait for an install: one that ends with nobody waiting is discarded.
     """
 
     checkpoint_id: str
@@ -100,6 +102,8 @@ class Work:
     stop: StopFlag = field(default_factory=StopFlag)
     deletions: dict[EpisodeId, asyncio.Task[None]] = field(default_factory=dict)
     deleting_since: float = 0.0
+    outside: set[EpisodeId] = field(default_factory=set)
+    installed: frozenset[EpisodeId] = frozenset()
     epoch: int = 0
     began: float = 0.0
     answered_at: float = 0.0
