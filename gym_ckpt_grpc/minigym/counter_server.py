@@ -29,7 +29,7 @@ class CounterServer(ResourcesServer):
 
     def judge(self, session_id: str, setup: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
         session = self._sessions.get(session_id)
-        return session.reward(setup["target"]), session.export()
+        return session.reward(setup["target"]), {"count": session.count, "increments": session.increments}
 
     def close(self, session_id: str) -> None:
         self._sessions.close(session_id)
