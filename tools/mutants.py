@@ -44,10 +44,9 @@ def read_faults(path: Path) -> list[Fault]:
         Fault(entry["name"], entry["file"], entry["was"], entry["becomes"], tuple(entry["tests"]))
         for entry in tomllib.loads(path.read_text())["fault"]
     ]
-    for fault in faults:
-        found = (REPOSITORY / fault.file).read_text().count(fault.was)
-        if found != 1:
-            raise ValueError(f"{fault.name}: its text stands {found} times in {fault.file}")
+    counts = {fault: (REPOSITORY / fault.file).read_text().count(fault.was) for fault in faults}
+    if off := [f"{f.name}: its text stands {n} times in {f.file}" for f, n in counts.items() if n != 1]:
+        raise ValueError("; ".join(off))
     if len({fault.name for fault in faults}) != len(faults):
         raise ValueError("two faults have one name")
     return faults
