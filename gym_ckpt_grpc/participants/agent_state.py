@@ -17,7 +17,7 @@ from gym_ckpt_grpc.participants.hooks import within
 from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
 from gym_ckpt_grpc.participants.records import AgentRecord
 from gym_ckpt_grpc.participants.seeds import Seeds
-from gym_ckpt_grpc.participants.session_table import SessionTable
+from gym_ckpt_grpc.participants.session_table import SessionTable, free_each
 from gym_ckpt_grpc.participants.steps import StepState, StepTracker, value_of
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import BlockerReason
@@ -84,14 +84,7 @@ class AgentState:
         for session in staged.sessions:
             self.sessions.add(session)
             self.mark_retired(session)
-        failures = []
-        for session in staged.sessions:
-            try:
-                await self.free(session)
-            except Exception as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        await free_each(staged.sessions, self.free)
 
     # ---- retiring and deleting
 

@@ -16,7 +16,7 @@ from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
 from gym_ckpt_grpc.participants.records import ResourcesRecord
 from gym_ckpt_grpc.participants.reports import covers
 from gym_ckpt_grpc.participants.resource_sessions import Requests, ResourceSession
-from gym_ckpt_grpc.participants.session_table import SessionTable
+from gym_ckpt_grpc.participants.session_table import SessionTable, free_each
 from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks, ResourcesMode, RestoredState
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import BlockerReason
@@ -119,14 +119,7 @@ class ResourcesState:
         for session in staged.sessions:
             self.sessions.add(session)
             self.mark_retired(session)
-        failures = []
-        for session in staged.sessions:
-            try:
-                await self._free(session)
-            except Exception as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        await free_each(staged.sessions, self._free)
 
     # ---- retire, delete
 

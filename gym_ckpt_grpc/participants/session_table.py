@@ -5,7 +5,7 @@ Shared by agent and resources.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from gym_ckpt_grpc.participants.reports import covers
@@ -92,3 +92,15 @@ class SessionTable(Generic[S]):
     def is_pending(self, session: S) -> bool:
         """Whether this session was restored and nothing of its episode has started."""
         return session.episode is not None and session.key in self._pending.get(session.episode, {})
+
+
+async def free_each(sessions: Iterable[S], free: Callable[[S], Awaitable[None]]) -> None:
+    """Free every session, whichever of them fails; raises the first failure afterwards."""
+    failures: list[Exception] = []
+    for session in sessions:
+        try:
+            await free(session)
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
