@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from gym_ckpt_grpc.cli.access import FLEET_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, fleet_of, token_source
 from gym_ckpt_grpc.cli.exits import EXIT_HELP, Exit
-from gym_ckpt_grpc.cli.output import errors
+from gym_ckpt_grpc.cli.output import errors, say
 from gym_ckpt_grpc.coordinator import DiscoveryFailed, FleetError, FleetInvalid
 from gym_ckpt_grpc.protocol.errors import (
     GymCkptError,
@@ -54,7 +53,7 @@ def ended(command: Callable[[], Exit]) -> None:
         code = Exit.INTERRUPTED
     except GymCkptError as error:
         # Escaped: the name of a participant, in brackets, would be taken for a style.
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        say(errors, "red", "error:", error)
         code = _code(error)
     raise typer.Exit(int(code))
 

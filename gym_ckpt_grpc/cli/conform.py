@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from rich.text import Text
+
 from gym_ckpt_grpc.auth import TokenSource
 from gym_ckpt_grpc.cli.exits import Exit
-from gym_ckpt_grpc.cli.output import errors, people, print_json, table
+from gym_ckpt_grpc.cli.output import errors, people, print_json, say, table
 from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.testing import Report, Result, Unreachable, Verdict, run_conformance
@@ -40,7 +42,7 @@ async def conform(
             allow_insecure=allow_insecure,
         )
     except Unreachable as error:
-        errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        say(errors, "red", "error:", error)
         return Exit.UNREACHABLE
     if as_json:
         print_json(report.to_dict())
@@ -57,25 +59,20 @@ def _episode(key: str) -> EpisodeId:
 
 
 def _print(report: Report) -> None:
-    people.print(f"[bold]{report.participant}[/bold] at {report.address}, process {report.incarnation_id[:12]}")
+    say(people, "bold", report.participant, f"at {report.address}, process {report.incarnation_id[:12]}")
     for group, results in groupby(report.results, lambda result: result.check.group):
         people.print(table(group, ["", "behaviour", "what holds"], [_row(result) for result in results]))
     for verdict in (Verdict.HOLDS, Verdict.BROKEN, Verdict.SKIPPED):
         people.print(f"{len(report.of(verdict)):>4} {verdict}")
     for left in report.left:
-        people.print(f"[red]left behind[/red] {left}", soft_wrap=True)
+        say(people, "red", "left behind", left)
 
 
 def _row(result: Result) -> list[object]:
     colour = _COLOURS[result.verdict]
     text = result.check.title
     if result.verdict is Verdict.BROKEN:
-        text += f"\n  expected: {_plain(result.expected)}\n  seen:     {_plain(result.seen)}"
+        text += f"\n  expected: {result.expected}\n  seen:     {result.seen}"
     elif result.why:
-        text += f"\n  {_plain(result.why)}"
-    return [f"[{colour}]{result.verdict}[/{colour}]", " ".join(result.check.ids), text]
-
-
-def _plain(text: str) -> str:
-    """Text from a server, without what the console would take for markup."""
-    return text.replace("[", "\\[")
+        text += f"\n  {result.why}"
+    return [Text(str(result.verdict), style=colour), " ".join(result.check.ids), text]

@@ -12,7 +12,7 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gym_ckpt_grpc.cli.exits import Exit
-from gym_ckpt_grpc.cli.output import errors, people, print_json, size, table
+from gym_ckpt_grpc.cli.output import errors, people, print_json, say, size, table
 from gym_ckpt_grpc.minigym.demo import Demo, DemoFailed, DemoReport, DemoSettings, Watcher
 from gym_ckpt_grpc.minigym.supervisor import Unhealthy
 from gym_ckpt_grpc.protocol.errors import GymCkptError, UsageError
@@ -35,10 +35,10 @@ async def demo(*, rollouts: int, seed: int, keep: Path | None, leave_out: str, a
         else:
             _print(report)
         for rollout, reason in list(run.failures.items())[:5]:
-            errors.print(f"[red]rollout {rollout} ended without a result:[/red] {reason}", soft_wrap=True)
+            say(errors, "red", f"rollout {rollout} ended without a result:", reason)
         return Exit.FAILED if failed else Exit.OK
     except (DemoFailed, Unhealthy, GymCkptError) as error:
-        errors.print(f"[red]the demo failed:[/red] {error}", soft_wrap=True)
+        say(errors, "red", "the demo failed:", error)
         return Exit.FAILED
     except BaseException:
         failed = False  # interrupted: nothing to look into

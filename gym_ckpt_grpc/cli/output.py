@@ -10,6 +10,7 @@ import orjson
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 WIDE = 160
 """Columns where the output is no terminal: a table in a log must not be folded to 80."""
@@ -39,11 +40,18 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return made
 
 
-def _cell(value: object) -> str:
+def _cell(value: object) -> str | Text:
+    if isinstance(value, Text):
+        return value
     if isinstance(value, float):
         return f"{value:,.1f}"
     # Escaped: what stands in brackets would be taken for a style.
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
+
+
+def say(console: Console, colour: str, head: str, text: object = "") -> None:
+    """One line: a coloured head, then text as it is, whatever brackets a server or a path put into it."""
+    console.print(Text.assemble((head, colour), f" {text}" if text else ""), soft_wrap=True)
 
 
 def size(count: int) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from gym_ckpt_grpc.cli.exits import Exit
-from gym_ckpt_grpc.cli.output import people, print_json, size, table
+from gym_ckpt_grpc.cli.output import people, print_json, say, size, table
 from gym_ckpt_grpc.storage import CheckpointRoot, EpisodeLists, Found, Level, read_episodes, verify_checkpoint
 
 
@@ -103,7 +103,7 @@ def verify(root: str, checkpoint: str, *, as_json: bool) -> Exit:
         return Exit.OK if intact else Exit.FAILED
     for finding in faults:
         episode = f" {finding.episode}" if finding.episode else ""
-        people.print(f"[red]{finding.level}[/red] {finding.file}{episode}: {finding.message}")
+        say(people, "red", str(finding.level), f"{finding.file}{episode}: {finding.message}")
     verdict = "[green]intact[/green]" if intact else f"[red]damaged[/red]: {len(faults)} faults"
     total = size(sum(finding.size for finding in checked))
     people.print(f"{checkpoint_id}: {verdict}; {len(checked)} files, {total} read")

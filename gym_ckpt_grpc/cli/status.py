@@ -8,7 +8,7 @@ from google.protobuf.json_format import MessageToDict
 
 from gym_ckpt_grpc.auth import TokenSource
 from gym_ckpt_grpc.cli.exits import Exit
-from gym_ckpt_grpc.cli.output import people, print_json, table
+from gym_ckpt_grpc.cli.output import people, print_json, say, table
 from gym_ckpt_grpc.control import wire
 from gym_ckpt_grpc.coordinator import Fleet, Sighting, look_at
 
@@ -25,7 +25,7 @@ async def status(
         people.print(table("", columns, [_row(sighting) for sighting in found]))
         for sighting in found:
             if not sighting.ok:
-                people.print(f"[red]{sighting}[/red]")
+                say(people, "red", str(sighting))
     return Exit.OK if all(sighting.ok for sighting in found) else Exit.UNREACHABLE
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gym_ckpt_grpc.cli.exits import Exit
-from gym_ckpt_grpc.cli.output import errors, people, print_json, table
+from gym_ckpt_grpc.cli.output import errors, people, print_json, say, table
 from gym_ckpt_grpc.minigym.deployment import SERVED_KINDS, Deployment
 from gym_ckpt_grpc.minigym.supervisor import Supervisor, Unhealthy
 from gym_ckpt_grpc.minigym.tasks import Task, make_tasks
@@ -64,7 +64,7 @@ async def up(*, directory: Path | None, rollouts: int, as_json: bool) -> Exit:
             _print(plan, servers, as_json=as_json)
             return await _stay(plan, servers, rollouts, in_flight)
     except Unhealthy as error:
-        errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        say(errors, "red", "error:", error)
         return Exit.FAILED
     finally:
         if temporary:
@@ -84,7 +84,7 @@ async def _stay(plan: Deployment, servers: Supervisor, rollouts: int, in_flight:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 finished.cancel()
                 if ended.done():
-                    errors.print(f"[red]a server ended:[/red] {ended.result()}", soft_wrap=True)
+                    say(errors, "red", "a server ended:", ended.result())
                     return Exit.FAILED
                 trainer.in_flight.clear()  # a rollout whose connection broke is not sent again here
     finally:
