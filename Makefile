@@ -15,8 +15,9 @@ BIN := $(VENV)/bin
 GEN_PYTHON := .venv-gen/bin/python
 
 CHECKED := gym_ckpt_grpc tests tools $(wildcard benchmarks)
-# What runs under the other Pythons too: all that starts no server processes, without the long random runs.
-UNIT := tests --ignore=tests/e2e --ignore=tests/interop --ignore=tests/cli --ignore=tests/random --ignore=tests/fuzz \
+# What runs under the other Pythons too: all that starts no server processes and waits for no real lease, without
+# the long random runs.
+UNIT := tests --ignore=tests/coordinator --ignore=tests/e2e --ignore=tests/interop --ignore=tests/cli --ignore=tests/random --ignore=tests/fuzz \
 	--ignore=tests/testing -m "not e2e and not soak"
 RELEASED := protos/released.binpb
 

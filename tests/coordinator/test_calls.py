@@ -179,6 +179,6 @@ async def test_a_restarted_server_is_reached_within_two_seconds(node: Node, memb
 
 async def test_a_disk_full_is_tried_again_until_the_deadline(node: Node, member: Member) -> None:
     node.always["Resume"] = refuse(StateUnwritable("no space"))
-    outcome = await call(member, "Resume", resume, Deadline(0.2), retries=FAST)
+    outcome = await call(member, "Resume", resume, Deadline(1.0), retries=FAST)
     assert outcome.tries > 1
-    assert isinstance(outcome.error, StateUnwritable)
+    assert isinstance(outcome.error, StateUnwritable | OutOfTime)  # the last try may meet the deadline itself

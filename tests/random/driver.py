@@ -32,9 +32,13 @@ from tests.random.model import arguments
 from tests.random.ops import Op, episodes, scope_of
 from tests.random.steered_files import SteeredFiles
 from tests.random.subjects import SUBJECTS, Subject
-from tests.random.virtual_time import VirtualLoop
+from tests.random.virtual_time import CountingLoop, VirtualLoop
 
 Clock = Callable[[], float]
+PATIENCE = 5.0
+"""Real seconds for what must come by itself, where time is real."""
+LEAST_DEADLINE = 2.0
+"""Seconds over gRPC: of a shorter one too little is left for the answer where the machine is busy."""
 OTHER_INCARNATION = "another-process"
 
 
@@ -62,6 +66,9 @@ class Node:
 
     async def start(self) -> None:
         return None
+
+    async def arrived(self, call: asyncio.Task[Answer]) -> None:
+        """Wait until the participant has decided on this call."""
 
     async def stop(self) -> None:
         """End the process: nothing of it runs on."""
@@ -142,13 +149,27 @@ class Node:
 
 
 class ServedNode(Node):
-    """The same over gRPC on loopback."""
+    """The same over gRPC on loopback. decided: an event that each decision on a call sets."""
 
     async def start(self) -> None:
+        self.decided = asyncio.Event()
+        decide = self.plane._core.machine.decide
+
+        def told(*args: Any) -> Any:
+            self.decided.set()
+            return decide(*args)
+
+        self.plane._core.machine.decide = told  # type: ignore[method-assign, assignment]
         self.server = ParticipantServer(self.plane)
         await self.server.start()
         self.channel = open_channel(self.server.address)
         self.stub: Any = participant_pb2_grpc.ParticipantServiceStub(self.channel)
+
+    async def arrived(self, call: asyncio.Task[Answer]) -> None:
+        decided = asyncio.ensure_future(self.decided.wait())
+        await asyncio.wait({call, decided}, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE)
+        decided.cancel()
+        self.decided.clear()
 
     async def stop(self) -> None:
         await self.subject.end()
@@ -156,9 +177,10 @@ class ServedNode(Node):
         await self.server.stop(0)
 
     async def send(self, call: Op) -> Answer:
+        self.decided.clear()
         request, method = self._request(call), "".join(part.title() for part in call.name.split("_"))
         try:
-            reply = await getattr(self.stub, method)(request, timeout=call["deadline"])
+            reply = await getattr(self.stub, method)(request, timeout=max(LEAST_DEADLINE, call["deadline"]))
         except grpc.aio.AioRpcError as failure:
             return self._refused(call, failure)
         assert reply.participant.incarnation_id == self.identity.incarnation_id
@@ -245,17 +267,22 @@ class RealTime:
     TURN, TURNS = 0.003, 4
 
     def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, CountingLoop)
+        self._loop = loop
         self._ahead = 0.0
 
     def clock(self) -> float:
-        return asyncio.get_running_loop().time() + self._ahead
+        return self._loop.time() + self._ahead
 
     def hold(self, by: int) -> None:
-        return None
+        self._loop.hold(by)
 
     async def settle(self) -> None:
-        for _ in range(self.TURNS):
+        quiet = 0
+        while quiet < self.TURNS:
             await asyncio.sleep(self.TURN)
+            quiet = 0 if self._loop.threads_work else quiet + 1
 
     async def advance(self, seconds: float) -> None:
         self._ahead += seconds

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.random.checks import check_lists
 from tests.random.generator import Generator
 from tests.random.ops import Op
 from tests.random.restores import check_restores
-from tests.random.virtual_time import run_virtual
+from tests.random.virtual_time import run
 from tests.random.world import World
 
 STEPS = 40
@@ -61,18 +59,11 @@ def _run(kind: str, root: Path, served: bool, chooser: Callable[[World], Callabl
         world = World(kind, directory, served=served)
         await _play(world, outcome, chooser(world))
 
-    run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None] = run_virtual
-    if served:
-        run = _run_real
     try:
-        run(play)
+        run(play, virtual=not served)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return outcome
-
-
-def _run_real(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(make())
 
 
 def run_seed(seed: int, kind: str, root: Path, *, served: bool = False, steps: int = STEPS) -> Outcome:

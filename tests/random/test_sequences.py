@@ -23,7 +23,7 @@ SOAK_SEEDS = 5000
 PARTS = 10
 LIMIT = 60.0
 """Seconds that one sequence may take (R12)."""
-SHARES = {"scripted": 15, "resources": 5, "environment": 4, "agent": 4, "served": 2}
+SHARES = {"scripted": 16, "resources": 5, "environment": 4, "agent": 4, "served": 1}
 """Of 30 seeds: how many run which server, and how many over gRPC."""
 
 EVERY = pytest.mark.behaviour("R1", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R10", "R11", "R12", "R13", "R14")

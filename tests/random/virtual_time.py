@@ -10,7 +10,7 @@ import asyncio
 import selectors
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,31 +25,20 @@ class Deadlock(AssertionError):
     """Nothing can happen any more: no timer, no thread at work, and the test waits."""
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """`settle` waits until all that can happen without time passing has happened."""
+class CountingLoop(asyncio.SelectorEventLoop):
+    """A loop in real time that knows whether threads are at work for it."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self._idle: list[asyncio.Future[None]] = []
+    def __init__(self, selector: selectors.BaseSelector | None = None) -> None:
         self._threads = 0
         self._held = 0
-        self._turns = 0
         self._lock = threading.Lock()
-        super().__init__(_JumpingSelector(self))
-
-    def time(self) -> float:
-        return self.now
-
-    async def settle(self) -> None:
-        """Wait until nothing is left to do but to let time pass."""
-        idle = self.create_future()
-        self._idle.append(idle)
-        await idle
+        super().__init__(selector)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        assert isinstance(executor, ThreadPoolExecutor)
+        if executor is None:  # gRPC and the standard library; not work of the participant
+            return super().run_in_executor(executor, func, *args)
         work: Future[T] = executor.submit(func, *args)
         self._count(threads=1)
         result = asyncio.wrap_future(work, loop=self)
@@ -57,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return result
 
     def hold(self, by: int) -> None:
-        """A thread begins (1) or ends (-1) to wait for the test."""
+        """Threads begin (1) or end (-1) to wait for the test."""
         self._count(held=by)
 
     def _count(self, *, threads: int = 0, held: int = 0) -> None:
@@ -71,6 +60,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def threads_work(self) -> bool:
         with self._lock:
             return self._threads > self._held
+
+
+class VirtualLoop(CountingLoop):
+    """`settle` waits until all that can happen without time passing has happened."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._idle: list[asyncio.Future[None]] = []
+        self._turns = 0
+        super().__init__(_JumpingSelector(self))
+
+    def time(self) -> float:
+        return self.now
+
+    async def settle(self) -> None:
+        """Wait until nothing is left to do but to let time pass."""
+        idle = self.create_future()
+        self._idle.append(idle)
+        await idle
 
     def turned(self) -> None:
         """Called each turn that does not sleep. A wait too short for a float to tell must end all the same."""
@@ -126,7 +134,7 @@ class _JumpingSelector(selectors.BaseSelector):
         self._inner.close()
 
 
-def run_virtual(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run(make: Callable[[], Coroutine[Any, Any, T]], *, virtual: bool) -> T:
     """Run a coroutine on a loop of its own, and end all that it leaves behind."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=VirtualLoop if virtual else CountingLoop) as runner:
         return runner.run(make())

@@ -12,15 +12,13 @@ from gym_ckpt_grpc.control import ControlSettings
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
 from gym_ckpt_grpc.storage import Record, read_part, resolve_checkpoint
 from tests.random import faulty_owner, steered_files
-from tests.random.driver import Answer, Node, RealTime, ServedNode, VirtualTime
+from tests.random.driver import PATIENCE, Answer, Node, RealTime, ServedNode, VirtualTime
 from tests.random.model import ACCEPTED, Model
 from tests.random.ops import Op, episodes, op
 from tests.random.steered_files import SteeredFiles
 
 CLEANUP_LIMIT = 5.0
 SETTINGS = ControlSettings(cleanup_limit=CLEANUP_LIMIT, deletion_wait=0.5, watch_interval=0.5, status_interval=0.1)
-PATIENCE = 5.0
-"""Real seconds for what must come by itself, where time is real."""
 
 
 @dataclass
@@ -221,6 +219,7 @@ class World:
         task = asyncio.ensure_future(self.node.send(step))
         call = Pending(step, task, self.time.clock(), self.faults(), restarts=named)
         task.add_done_callback(lambda _: setattr(call, "ended", self.time.clock()))
+        await self.node.arrived(task)
         await self.time.settle()
         if not self.time.exact and (ACCEPTED not in verdict or not (call.facts or step.name == "prepare")):
             await asyncio.wait({task}, timeout=PATIENCE)
@@ -341,6 +340,8 @@ class World:
                 check_answer(self, call, answer)
                 ended.append(call)
         status = self.node.plane.status()
+        if not self.time.exact and self.model.opened and status.leases_expired == self.model.expiries + 1:
+            self.model.expiries, self.model.opened.ending = status.leases_expired, True  # real time passes by itself
         self.model.observe(
             status.phase.name,
             self.time.clock(),
