@@ -96,7 +96,7 @@ test-python: setup .venv-oldest/.installed ## Run the unit tests under the other
 		if [ -z "$$(tools/find-python $$version)" ]; then echo "Python $$version: not found, left out"; continue; fi; \
 		echo "Python $$version:"; \
 		$(MAKE) --no-print-directory .venv-$$version/.ready; \
-		.venv-$$version/bin/python -m pytest -q $(UNIT); \
+		.venv-$$version/bin/python -m pytest -q $(UNIT) $(ARGS); \
 	done
 
 soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked soak, and every seeded fault

@@ -176,7 +176,7 @@ def test_a_budget_names_the_step() -> None:
 
 
 @pytest.mark.behaviour("C325", "C150")
-@pytest.mark.parametrize("timeout", [0.3, 1.0])
+@pytest.mark.parametrize("timeout", [1.0, 3.0])
 async def test_the_typed_answer_comes_before_the_deadline(tmp_path: Path, timeout: float) -> None:
     """Each operation that hangs is answered with our error, not with the client's own."""
     async with Participant(tmp_path) as p:
