@@ -13,12 +13,19 @@ Clock = Callable[[], float]
 MAX_DEADLINE = 3600.0
 """Seconds to which a longer deadline is clamped."""
 MAX_MARGIN = 1.0
+MIN_MARGIN = 0.05
+"""Seconds that a typed answer needs on a busy machine; a short call gives up to half of its time for it."""
+
+
+def margin_of(seconds: float) -> float:
+    """What a call of so many seconds keeps for its answer: a tenth, within MIN_MARGIN and MAX_MARGIN."""
+    return min(max(seconds / 10, min(MIN_MARGIN, seconds / 2)), MAX_MARGIN)
 
 
 class Budget:
     """What is left of a call's time, less a margin in which the typed answer still reaches the caller.
 
-    The margin is a tenth of the call's time, at most 1 s.
+    The margin is that of `margin_of`.
     """
 
     __slots__ = ("_clock", "_ends")
@@ -26,7 +33,7 @@ class Budget:
     def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
         seconds = min(seconds, MAX_DEADLINE)
         self._clock = clock
-        self._ends = clock() + seconds - min(seconds / 10, MAX_MARGIN)
+        self._ends = clock() + seconds - margin_of(seconds)
 
     def left(self) -> float:
         """Seconds left, never negative."""

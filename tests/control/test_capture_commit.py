@@ -195,7 +195,7 @@ async def test_a_capture_that_outlives_its_call(tmp_path: Path) -> None:
         await p.prepare()
         p.owner.exports.hold()
         with pytest.raises(OutOfTime, match="capture"):
-            await p.capture([A], timeout=0.4)
+            await p.capture([A], timeout=0.8)
         assert (await p.status()).progress.operation == "capture"
         async with running(p.capture([A])) as retry, running(p.commit([A])) as commit:
             await p.until("COMMITTING")

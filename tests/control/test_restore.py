@@ -170,7 +170,7 @@ async def test_an_install_that_outlives_its_call(tmp_path: Path, digest: str) ->
     async with Participant(tmp_path) as p:
         p.owner.stages.hold()
         with pytest.raises(OutOfTime, match="install"):
-            await p.restore([A, B], digest=digest, timeout=0.5)
+            await p.restore([A, B], digest=digest, timeout=0.8)
         assert await p.phase() == "RESTORING"
         assert not p.is_open()
         with pytest.raises(CheckpointConflict):
@@ -197,7 +197,7 @@ async def test_an_install_nobody_waits_for(tmp_path: Path, digest: str, step: st
         gate = getattr(p.owner, step)
         gate.hold()
         with pytest.raises(OutOfTime):
-            await p.restore([A, B], timeout=0.5)
+            await p.restore([A, B], timeout=0.8)
         gate.open.set()
         await p.until("IDLE")
         await assert_untouched(p)
@@ -244,7 +244,7 @@ async def test_a_retire_waits_for_the_install(tmp_path: Path, digest: str) -> No
         p.owner.stages.hold()
         async with running(p.restore([A, B])) as restore:
             await p.owner.stages.entered.wait()
-            reply = await p.retire([A1], "r1", timeout=0.4)
+            reply = await p.retire([A1], "r1", timeout=0.8)
             assert reply.outcomes[0].state == pb.RETIRE_STATE_INCOMPLETE
             assert p.owner.retires.count == 0
             p.owner.retires.hold()

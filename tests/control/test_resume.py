@@ -94,7 +94,7 @@ async def test_hung_writes_do_not_stop_resume(tmp_path: Path) -> None:
                     await p.resume(f"c{number}")
         await p.prepare("last")
         with pytest.raises(OutOfTime):
-            await p.commit(id="last", timeout=0.5)
+            await p.commit(id="last", timeout=0.8)
         async with asyncio.timeout(1):
             await p.renew("last")
             await p.resume("last")
@@ -198,7 +198,7 @@ async def test_a_later_resume_joins_the_cleanup(tmp_path: Path) -> None:
         p.owner.deletes.hold()
         await p.commit([a])
         with pytest.raises(OutOfTime):
-            await p.resume(timeout=0.2)
+            await p.resume(timeout=0.8)
         async with running(p.resume()) as later:
             await p.status()
             assert not later.done()
@@ -363,9 +363,9 @@ async def test_a_kept_publication_under_way_is_waited_for(tmp_path: Path) -> Non
                 done, _ = await asyncio.wait({takeover}, timeout=0.1)
                 assert not done
                 with pytest.raises(OutOfTime, match="earlier"):
-                    await p.retire([EpisodeId("y")], epoch=3, timeout=0.3)
+                    await p.retire([EpisodeId("y")], epoch=3, timeout=0.8)
                 with pytest.raises(OutOfTime, match="kept"):
-                    await p.resume(epoch=3, timeout=0.3)
+                    await p.resume(epoch=3, timeout=0.8)
                 p.files.release()
                 with pytest.raises(StaleController):
                     await takeover

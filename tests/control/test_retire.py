@@ -98,7 +98,7 @@ async def test_a_retire_cut_short_is_followed_to_its_end(tmp_path: Path) -> None
     async with Participant(tmp_path, owner=owner) as p:
         (a,) = p.add("a")
         await p.prepare()
-        reply = await p.retire([a], "c1", timeout=0.5)
+        reply = await p.retire([a], "c1", timeout=0.8)
         assert (reply.outcomes[0].state, reply.phase) == (INCOMPLETE, pb.PHASE_PREPARING)
         async with running(p.prepare(within=4)) as call:
             owner.held["a"].set()
@@ -113,7 +113,7 @@ async def test_a_straggler_being_retired_blocks_once(tmp_path: Path) -> None:
     async with Participant(tmp_path, owner=owner) as p:
         (a,) = p.add("a", running=True)
         await p.prepare(within=0)
-        await p.retire([a], "c1", timeout=0.3)
+        await p.retire([a], "c1", timeout=0.8)
         report = (await p.status()).report
         assert (report.blocker_count, len(report.blockers)) == (1, 1)
         owner.held["a"].set()
@@ -243,7 +243,7 @@ async def test_forget_before_everything_is_freed(tmp_path: Path) -> None:
     owner.held["a"] = asyncio.Event()
     async with Participant(tmp_path, owner=owner) as p:
         a, b = p.add("a", "b")
-        await p.retire([a, b], timeout=0.4)
+        await p.retire([a, b], timeout=0.8)
         with pytest.raises(RetireIncomplete) as caught:
             await p.forget({"b": 0, "a": 0})
         assert caught.value.episodes == (a,)
