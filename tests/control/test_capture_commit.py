@@ -220,7 +220,7 @@ async def test_calls_that_are_cancelled_leave_the_work(tmp_path: Path) -> None:
         assert p.owner.exports.count == 1
 
 
-@pytest.mark.behaviour("C91")
+@pytest.mark.behaviour("C91", "P13")
 @pytest.mark.parametrize("operation", ["capture", "commit"])
 async def test_a_failed_export(tmp_path: Path, operation: str) -> None:
     """EXPORT_FAILED naming the episode, phase PREPARED; a retry exports again, also with another scope."""
