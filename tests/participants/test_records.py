@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import pytest
 
 import gym_ckpt_grpc
 from gym_ckpt_grpc.control import HookFailed
+from gym_ckpt_grpc.participants import records
 from gym_ckpt_grpc.participants.records import AgentRecord, EnvironmentRecord, ResourcesRecord
-from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.protocol.errors import StateCorrupt
+from gym_ckpt_grpc.storage import Record, encode
 from gymckpt import v1
 from tests.participants.fakes import R1, R, S
-from tests.participants.served_kinds import S1, WITH_RECORDS, restored, served, written
+from tests.participants.kinds import KINDS
+from tests.participants.served_kinds import S1, WITH_RECORDS, export_these, restored, served, written
 
 PACKAGE = Path(gym_ckpt_grpc.__file__).parent
 AnyRecord = type[EnvironmentRecord] | type[AgentRecord] | type[ResourcesRecord]
@@ -130,3 +134,57 @@ async def test_a_clock_that_is_put_right_changes_no_outcome(
         assert await kind.pending() == {R1, S1}
         await kind.commit("second", R1)
         assert await kind.pending() == {R1}
+
+
+# ---- versions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.behaviour("P17")
+@pytest.mark.parametrize("name", WITH_RECORDS)
+@pytest.mark.parametrize("change", ["field", "payload", "newer", "schema"])
+async def test_an_unknown_part_or_a_newer_version_is_corrupt(name: str, change: str, tmp_path: Path) -> None:
+    """And names the episode; nothing is installed, of the good record before it neither."""
+    good, bad = await KINDS[name]().records(R, S)
+    changed = {
+        "field": replace(bad, fields={**bad.fields, "novel": 1}),
+        "payload": replace(bad, payloads={**bad.payloads, "novel": encode(1)}),
+        "newer": replace(bad, schema_version=records.VERSION + 1),
+        "schema": replace(bad, schema="gymckpt.other"),
+    }[change]
+    async with served(name, tmp_path) as kind:
+        export_these(kind.owner, [good, changed])
+        await kind.commit("source", R, S)
+    async with served(name, tmp_path) as kind:
+        with pytest.raises(StateCorrupt, match=str(records.VERSION + 1) if change == "newer" else None) as caught:
+            await kind.p.client.restore("restore", [R, S], source="source")
+        assert (caught.value.episodes, await kind.pending()) == ((bad.episode,), set())
+
+
+@pytest.mark.behaviour("P17")
+@pytest.mark.parametrize("name", WITH_RECORDS)
+async def test_each_older_version_is_brought_here_step_by_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two invented later versions: one moved a field into a payload, the next changed nothing of this kind."""
+    (today,) = await KINDS[name]().records(R)
+    moved = next(iter(today.fields))
+    first = records.VERSION
+    fields = {field: value for field, value in today.fields.items() if field != moved}
+    old = replace(today, fields=fields, payloads={**today.payloads, "moved": encode(today.fields[moved])})
+
+    def step(record: Record) -> Record:
+        assert record.schema_version == first
+        payloads = {part: value for part, value in record.payloads.items() if part != "moved"}
+        return replace(record, fields={**record.fields, moved: record.decode("moved")}, payloads=payloads)
+
+    monkeypatch.setattr(records, "VERSION", first + 2)
+    monkeypatch.setitem(records.MIGRATIONS, (today.schema, first), step)
+    for version, record in ((first, old), (first + 1, today), (first + 2, today)):
+        root = tmp_path / str(version)
+        root.mkdir()
+        async with served(name, root) as kind:
+            export_these(kind.owner, [replace(record, schema_version=version)])
+            await kind.commit("source", R)
+        async with served(name, root) as kind:
+            await restored(kind, R)
+            assert await kind.pending() == {R1}
