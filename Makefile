@@ -21,7 +21,7 @@ UNIT := tests --ignore=tests/coordinator --ignore=tests/e2e --ignore=tests/inter
 	--ignore=tests/testing -m "not e2e and not soak"
 RELEASED := protos/released.binpb
 
-.PHONY: help setup demo test test-python check mutants style types rooms sizes behaviour gen gen-check lint breaking \
+.PHONY: help setup demo test test-python test-hf check mutants style types rooms sizes behaviour gen gen-check lint breaking \
 	bench soak lock clean
 
 help: ## List the targets
@@ -98,6 +98,20 @@ test-python: setup .venv-oldest/.installed ## Run the unit tests under the other
 		$(MAKE) --no-print-directory .venv-$$version/.ready; \
 		.venv-$$version/bin/python -m pytest -q $(UNIT) $(ARGS); \
 	done
+
+# torch comes from where pip finds it; TORCH="--index-url <where the CPU wheels are> torch" saves some gigabytes.
+TORCH ?= torch
+.venv-hf/.made:
+	$(call new-venv,.venv-hf,$(PYTHON))
+.venv-hf/.installed: .venv-hf/.made requirements/dev.txt
+	$(call install,.venv-hf,requirements/dev.txt)
+.venv-hf/.ready: .venv-hf/.installed pyproject.toml
+	.venv-hf/bin/python -m pip install --quiet $(TORCH)
+	.venv-hf/bin/python -m pip install --quiet transformers
+	$(call install-package,.venv-hf)
+
+test-hf: .venv-hf/.ready ## A cut generation of a small real transformer equals the uncut one (some gigabytes; never in CI)
+	.venv-hf/bin/python -m pytest tests/hf $(ARGS)
 
 soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked soak, and every seeded fault
 	$(BIN)/python -m pytest -m soak $(ARGS)
