@@ -47,6 +47,7 @@ _COORDINATOR = {
     "DeleteCheckpoint": _WRITERS,
     "RunCheckpoint": _WRITERS,
 }
+_GENERATION = dict.fromkeys(("GetBackend", "CutGenerations", "CheckCuts", "ReleaseCuts"), frozenset({Role.PEER}))
 _DEBUGGING = (
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/List",
@@ -65,6 +66,7 @@ _DEBUGGING = (
 ROLES: dict[str, frozenset[Role]] = {
     **{f"/gymckpt.v1.ParticipantService/{name}": roles for name, roles in _PARTICIPANT.items()},
     **{f"/gymckpt.v1.CoordinatorService/{name}": roles for name, roles in _COORDINATOR.items()},
+    **{f"/gymckpt.v1.GenerationService/{name}": roles for name, roles in _GENERATION.items()},
     **dict.fromkeys(_DEBUGGING, _READERS),
 }
 """Full method name -> roles that may call it."""

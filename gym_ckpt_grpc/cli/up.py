@@ -6,12 +6,13 @@ import asyncio
 import itertools
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gym_ckpt_grpc.cli.exits import Exit
 from gym_ckpt_grpc.cli.output import errors, people, print_json, say, table
-from gym_ckpt_grpc.minigym.deployment import SERVED_KINDS, Deployment
+from gym_ckpt_grpc.minigym.deployment import Deployment
 from gym_ckpt_grpc.minigym.supervisor import Supervisor, Unhealthy
 from gym_ckpt_grpc.minigym.tasks import Task, make_tasks
 from gym_ckpt_grpc.minigym.trainer import Trainer
@@ -94,7 +95,7 @@ async def _stay(plan: Deployment, servers: Supervisor, rollouts: int, in_flight:
 
 def _named(task: Task, round_number: int) -> Task:
     """The same task under a rollout id of its own in each round."""
-    return Task(f"{round_number}-{task.rollout_id}", task.kind, task.seed, task.prompt, task.turns, task.setup)
+    return replace(task, rollout_id=f"{round_number}-{task.rollout_id}")
 
 
 def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
@@ -107,10 +108,10 @@ def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
         "observer_token_file": str(plan.token_file("observer")),
         "servers": [
             {
-                "role": server.role,
-                "pid": servers.pids[server.role],
+                "role": server.name,
+                "pid": servers.pids[server.name],
                 "url": server.url,
-                "control_address": server.control_address if server.role in SERVED_KINDS else "",
+                "control_address": server.control_address if server.kind else "",
             }
             for server in plan.servers
         ],

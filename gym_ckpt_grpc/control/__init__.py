@@ -23,6 +23,7 @@ from gym_ckpt_grpc.control.generation import StagedRows as StagedRows
 from gym_ckpt_grpc.control.generation import Sweep as Sweep
 from gym_ckpt_grpc.control.generation import SweepHeader as SweepHeader
 from gym_ckpt_grpc.control.ports import Closing as Closing
+from gym_ckpt_grpc.control.ports import CommitExtra as CommitExtra
 from gym_ckpt_grpc.control.ports import EpisodeListKind as EpisodeListKind
 from gym_ckpt_grpc.control.ports import HookFailed as HookFailed
 from gym_ckpt_grpc.control.ports import InvalidState as InvalidState
@@ -32,6 +33,7 @@ from gym_ckpt_grpc.control.ports import OpeningCause as OpeningCause
 from gym_ckpt_grpc.control.ports import OwnerDefaults as OwnerDefaults
 from gym_ckpt_grpc.control.ports import OwnerPort as OwnerPort
 from gym_ckpt_grpc.control.ports import RecordBatch as RecordBatch
+from gym_ckpt_grpc.control.ports import StagingKeys as StagingKeys
 from gym_ckpt_grpc.control.ports import StateOwner as StateOwner
 from gym_ckpt_grpc.control.server import ParticipantServer as ParticipantServer
 from gym_ckpt_grpc.control.settings import ControlSettings as ControlSettings

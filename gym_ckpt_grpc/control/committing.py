@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 from gym_ckpt_grpc.control import capturing
 from gym_ckpt_grpc.control.core import Core
+from gym_ckpt_grpc.control.doors import tell_fate
 from gym_ckpt_grpc.control.error_details import unexpected
+from gym_ckpt_grpc.control.ports import StagingKeys
 from gym_ckpt_grpc.control.preparing import Preparing
 from gym_ckpt_grpc.control.tasks import failure_of, succeeded
 from gym_ckpt_grpc.control.work import Captured, CommitReply, Work
@@ -88,7 +89,8 @@ class Committing:
         core = self._core
         captured = await asyncio.shield(capture)
         try:
-            part = await self._write(work, captured, location)
+            part, staging_keys = await self._write(work, captured, location)
+            tell_fate(core, work, durable=True)
             deleting = await self._delete_outside(work)
         except BaseException as error:
             if self._current(work):
@@ -110,6 +112,7 @@ class Committing:
             deleting=deleting,
             restart_count=captured.restart_count,
             release_problem=problem,
+            staging_keys=staging_keys,
         )
         if self._current(work):
             core.machine.record(Operation.COMMIT, reply)
@@ -120,26 +123,35 @@ class Committing:
         """Whether this work is the open one and has not been resumed."""
         return self._core.work is work and self._core.machine.phase is Phase.COMMITTING
 
-    async def _write(self, work: Work, captured: Captured, location: CheckpointLocation) -> PartManifestInfo:
+    async def _write(
+        self, work: Work, captured: Captured, location: CheckpointLocation
+    ) -> tuple[PartManifestInfo, StagingKeys | None]:
         core = self._core
-        identity = core.identity
+        identity, stop = core.identity, work.stop
 
         def progress(records: int, size: int) -> None:  # on the writing thread; a status reads both
             work.records_done, work.bytes_done = records, size
 
+        def write() -> tuple[PartManifestInfo, StagingKeys | None]:
+            extra = core.owner.commit_extra(captured.records)
+            try:
+                part = write_part(
+                    core.files,
+                    location,
+                    identity,
+                    checkpoint_id=work.checkpoint_id,
+                    records=captured.records,
+                    restarts=captured.restart_count,
+                    extra=extra.manifest,
+                    documents=extra.documents,
+                    progress=progress,
+                    stop=stop,
+                )
+            finally:
+                work.named |= stop.published
+            return part, extra.staging_keys
+
         work.records_done = 0
-        write = partial(
-            write_part,
-            core.files,
-            location,
-            identity,
-            checkpoint_id=work.checkpoint_id,
-            records=captured.records,
-            restarts=captured.restart_count,
-            extra=core.owner.commit_extra(captured.records),
-            progress=progress,
-            stop=work.stop,
-        )
         return await core.in_thread(write)
 
     async def _delete_outside(self, work: Work) -> int:

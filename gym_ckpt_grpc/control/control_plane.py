@@ -102,7 +102,7 @@ class ControlPlane:
     ) -> tuple[PrepareReply, bool]:
         decision = await self._decide(call, budget)
         if decision.verdict is Verdict.RUN:
-            self._watch.begin(self._preparing.begin(call, lease_ttl, budget))
+            self._watch.begin(self._preparing.begin(call, lease_ttl, ready_within, budget))
         with self._holding():
             if decision.verdict is Verdict.REPLAY:
                 return decision.reply, True

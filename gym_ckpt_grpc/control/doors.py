@@ -1,4 +1,4 @@
-"""Opening admission again: tried until it works, whoever closed it and why it must open."""
+"""The end of a checkpoint: opening admission, tried until it works, and telling what became of the records."""
 
 from __future__ import annotations
 
@@ -48,3 +48,14 @@ async def give_up(core: Core, work: Work, phase: Phase) -> None:
         core.work = None
         work.end()
         core.touch()
+
+
+def tell_fate(core: Core, work: Work, *, durable: bool) -> None:
+    """Tell the owner, once, whether the records of a checkpoint are in storage or never will be."""
+    if work.fate_told:
+        return
+    work.fate_told = True
+    try:
+        core.owner.write_ended(work.checkpoint_id, durable)
+    except Exception as error:
+        log.error("the owner failed on the end of the write of %s: %s", work.checkpoint_id, error)

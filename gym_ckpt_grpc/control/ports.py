@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gym_ckpt_grpc.control.budget import Budget
@@ -51,11 +51,16 @@ class EpisodeListKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """One closing of admission. number rises by one per closing; an answer to an earlier one is late."""
+    """One closing of admission. number rises by one per closing; an answer to an earlier one is late.
+
+    ready_within: seconds that the controller gives this participant to get ready, 0 and up, counted from the close;
+    None for a Restore, which waits for nobody and exports nothing.
+    """
 
     checkpoint_id: str
     number: int
     budget: Budget
+    ready_within: float | None = None
 
 
 class OpeningCause(enum.StrEnum):
@@ -81,6 +86,29 @@ class RecordBatch:
 
     records: Sequence[Record]
     left_out: Sequence[EpisodeId] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StagingKeys:
+    """Keys of staged tokens that records name, each once: how many, the digest of all, and the first of them, sorted.
+
+    digest: SHA-256, lower-case hex, of the sorted keys, each followed by a newline.
+    """
+
+    count: int
+    digest: str
+    first: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitExtra:
+    """What a kind adds to a commit. manifest: facts for its manifest, JSON-able. documents: files of their own beside
+    the records, by a label of at most 64 characters. staging_keys: for the reply of a policy model server.
+    """
+
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    staging_keys: StagingKeys | None = None
 
 
 class MarkView(Protocol):
@@ -169,8 +197,15 @@ class StateOwner(Protocol):
     async def release_exported(self, episodes: Sequence[EpisodeId]) -> None:
         """Free compute held outside the process for what was exported; best effort (Commit with stop)."""
 
-    def commit_extra(self, records: Sequence[Record]) -> Mapping[str, Any]:
-        """Kind-specific fields for the manifest of this commit."""
+    def commit_extra(self, records: Sequence[Record]) -> CommitExtra:
+        """What this kind adds to a commit of frozen records. Called in a thread, at each try: it reads only them."""
+
+    def write_ended(self, checkpoint_id: str, durable: bool) -> None:
+        """The fate of a checkpoint's records, told exactly once for each checkpoint that was closed for.
+
+        durable: they are in storage, or may be. False: nothing of them is or will be there. It may come after
+        admission has opened (`keep_write`), or even while the next checkpoint is open. Must not wait.
+        """
 
     def accept_manifest_extra(self, extra: Mapping[str, Any]) -> None:
         """Check a manifest's extra fields before `stage`; raise InvalidState to refuse them."""
@@ -185,8 +220,11 @@ class OwnerDefaults:
     async def release_exported(self, episodes: Sequence[EpisodeId]) -> None:
         return None
 
-    def commit_extra(self, records: Sequence[Record]) -> Mapping[str, Any]:
-        return {}
+    def commit_extra(self, records: Sequence[Record]) -> CommitExtra:
+        return CommitExtra()
+
+    def write_ended(self, checkpoint_id: str, durable: bool) -> None:
+        return None
 
     def accept_manifest_extra(self, extra: Mapping[str, Any]) -> None:
         return None

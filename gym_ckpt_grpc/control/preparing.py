@@ -25,13 +25,13 @@ class Preparing:
         self._core = core
         core.on_changed = self.recheck
 
-    def begin(self, call: Call, ttl: float, budget: Budget) -> Work:
+    def begin(self, call: Call, ttl: float, ready_within: float, budget: Budget) -> Work:
         """Close admission in an owned task; a call that ends early leaves it running."""
         core = self._core
         now = core.clock()
         core.machine.begin(call, ttl=ttl, now=now)
         work = core.work = Work(call.checkpoint_id, closed_at=now, began=now)
-        closing = Closing(call.checkpoint_id, work.number, budget)
+        closing = Closing(call.checkpoint_id, work.number, budget, ready_within)
         work.closing = core.tasks.own(self._close(work, closing), f"close admission for {call.checkpoint_id}")
         core.touch()
         return work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gym_ckpt_grpc.control.core import Core
-from gym_ckpt_grpc.control.doors import open_admission
+from gym_ckpt_grpc.control.doors import open_admission, tell_fate
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import OpeningCause
 from gym_ckpt_grpc.control.tasks import cancel_and_wait
@@ -45,6 +45,7 @@ class Reopening:
         await cancel_and_wait([work.closing], PREEMPT_WAIT)
         if not keep:
             await self._stop(work)
+            self._tell_fate(work)
         await cancel_and_wait([work.install], core.settings.cleanup_limit)
         await self._deletions_ended(work)
         if was is Phase.RESTORED and cause is OpeningCause.LEASE_EXPIRED:
@@ -65,6 +66,12 @@ class Reopening:
                     break
                 await asyncio.sleep(STOP_POLL)
         await cancel_and_wait([work.capture, work.commit], PREEMPT_WAIT)
+
+    def _tell_fate(self, work: Work) -> None:
+        """Nothing more will be written. Files that were named, or whose naming hangs, count as in storage."""
+        if work.install is None:
+            durable = work.named or work.stop.published or not work.stop.stop(0)
+            tell_fate(self._core, work, durable=durable)
 
     async def _deletions_ended(self, work: Work) -> None:
         """Wait for deletions, at most cleanup_limit from their start."""
@@ -124,6 +131,7 @@ class Reopening:
 
     async def _drop(self, work: Work) -> None:
         await self._stop(work)
+        self._tell_fate(work)
         self._core.kept.pop(work.checkpoint_id, None)
 
     def drop_older(self, epoch: int) -> list[asyncio.Task[None]]:

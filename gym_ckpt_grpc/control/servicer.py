@@ -141,6 +141,7 @@ class ParticipantServicer(participant_pb2_grpc.ParticipantServiceServicer):
             deleting=reply.deleting,
             restart_count=reply.restart_count,
             release_problem=reply.release_problem,
+            staging_keys=wire.staging_keys_to(reply.staging_keys),
             replayed=replayed,
         )
 

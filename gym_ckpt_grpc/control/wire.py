@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
+from gym_ckpt_grpc.control.ports import StagingKeys
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
 from gym_ckpt_grpc.protocol.phases import Phase
@@ -155,3 +156,10 @@ def report_from(message: participant_pb2.PrepareReport) -> PrepareReport:
         restart_count=message.restart_count,
         counts=dict(message.counts),
     )
+
+
+def staging_keys_to(keys: StagingKeys | None) -> participant_pb2.StagingKeys | None:
+    """The message of a commit's staging keys; None if its kind has none."""
+    if keys is None:
+        return None
+    return participant_pb2.StagingKeys(count=keys.count, digest=keys.digest, first=keys.first[:MAX_LISTED])

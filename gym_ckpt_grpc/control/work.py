@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gym_ckpt_grpc.control.ports import StagingKeys
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.phases import Phase
 from gym_ckpt_grpc.protocol.report import PrepareReport
@@ -45,6 +46,7 @@ class CommitReply:
     deleting: int
     restart_count: int
     release_problem: str = ""
+    staging_keys: StagingKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Work:
     began. answered_at: when it was kept after Resume, or its kept Commit ended; kept records are dropped a
     lease_ttl after that. outside: restored and not started when the records were frozen, and not in the scope: what
     its Commit deletes. installed: what its Restore made live. deleting_since counts on the loop's clock. waiters
-    counts the calls that wait for an install: one that ends with nobody waiting is discarded.
+    counts the calls that wait for an install: one that ends with nobody waiting is discarded. named: an earlier try
+    of the write has named its files. fate_told: the owner was told how the write ended.
     """
 
     checkpoint_id: str
@@ -112,6 +115,8 @@ class Work:
     bytes_done: int = 0
     waiters: int = 0
     ready_seen: bool = False
+    named: bool = False
+    fate_told: bool = False
 
     def end(self) -> None:
         """The checkpoint is over: wake whoever waits for a safe cut."""

@@ -31,6 +31,8 @@ BYPASS = ("/health", "/healthz", "/livez", "/readyz", "/metrics")
 """Routes that always answer."""
 STATE_KEY = "gymckpt_episode"
 """Where the episode of a request stands in the ASGI scope's `state`."""
+VISIT_KEY = "gymckpt_visit"
+"""Where the gate's visit of a request stands there."""
 WATCHED_BODY = 64 << 10
 """Bytes of a held request's body that are read ahead, to notice a client that leaves behind them."""
 
@@ -43,6 +45,12 @@ def episode_of(scope: Mapping[str, Any]) -> EpisodeId:
     if isinstance(episode, EpisodeId):
         return episode
     raise RolloutIdRequired("the request names no rollout: send it under the rollout prefix")
+
+
+def visit_of(scope: Mapping[str, Any]) -> Visit:
+    """What the gate admitted a request as; without a gate in front, a visit that only passes through."""
+    visit = (scope.get("state") or {}).get(VISIT_KEY)
+    return visit if isinstance(visit, Visit) else Visit()
 
 
 class CheckpointMiddleware:
@@ -87,8 +95,9 @@ class CheckpointMiddleware:
         try:
             visit = await self._gate.enter(_request(scope, episode))
             reply.visit = visit
+            seen = {**scope, "state": {**(scope.get("state") or {}), VISIT_KEY: visit}}
             try:
-                await self._app(scope, body, reply)
+                await self._app(seen, body, reply)
             except asyncio.CancelledError:
                 if not visit.absorbs():
                     raise
@@ -124,6 +133,8 @@ class _ReplySender:
         elif message["type"] == "http.response.body":
             await self.visit.sending(message.get("body", b""))
         await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.visit.delivered()
 
 
 class _WatchedBody:

@@ -4,59 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 
 from gym_ckpt_grpc.integrations import episode_of
-from gym_ckpt_grpc.minigym.peers import Peers, cookie
+from gym_ckpt_grpc.minigym.agent_loop import AgentLoop, Assignment
+from gym_ckpt_grpc.minigym.peers import Peers
 from gym_ckpt_grpc.minigym.resources_server import answer, body_of
-from gym_ckpt_grpc.participants import (
-    AgentOwner,
-    PolicyClient,
-    PolicyReply,
-    PolicyRequest,
-    RestoredSession,
-    SessionContext,
-    raise_refusal,
-)
-
-MODEL = "minigym"
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What an agent session is about, fixed when it is seeded.
-
-    resources_url, session_id: where its tools are. seed: of sampling. turns: most tool calls before the answer.
-    """
-
-    prompt: str
-    tools: list[dict[str, Any]]
-    resources_url: str
-    session_id: str
-    seed: int
-    turns: int
-
-    @classmethod
-    def from_state(cls, state: object) -> Assignment:
-        """Build it from JSON; raises ValueError naming what is wrong."""
-        if not isinstance(state, Mapping) or set(state) != set(cls.__slots__):
-            raise ValueError(f"an assignment has exactly the fields {', '.join(cls.__slots__)}")
-        return cls(**state)
+from gym_ckpt_grpc.participants import AgentOwner, PolicyClient, RestoredSession, SessionContext
 
 
 class AgentServer:
-    """Sessions, and the loop that asks the policy and runs the tools it calls."""
+    """Sessions, each with its assignment; its conversation is in its boundary."""
 
     def __init__(self, peers: Peers, policy_url: str) -> None:
-        self._peers = peers
-        self._policy_url = policy_url
         self._assignments: dict[str, Assignment] = {}
-        self.policy = PolicyClient(self._send, service="policy_model")
+        self._loop = AgentLoop(peers, policy_url)
         self.owner = AgentOwner(self)
+
+    @property
+    def policy(self) -> PolicyClient:
+        """The client of all policy calls."""
+        return self._loop.policy
 
     def build_app(self) -> FastAPI:
         """The application, without lifespan or gate."""
@@ -83,7 +54,11 @@ class AgentServer:
     async def _responses(self, request: Request) -> Response:
         key = (await body_of(request))["agent_session_id"]
         index = request.headers.get(self.owner.names.activation_header)
-        return answer(await self.owner.invoke(episode_of(request.scope), key, self._loop, index=index))
+
+        async def loop(session: SessionContext, state: Any) -> dict[str, Any]:
+            return await self._loop.run(session, self._assignments[session.key], state)
+
+        return answer(await self.owner.invoke(episode_of(request.scope), key, loop, index=index))
 
     async def _close(self, request: Request) -> Response:
         key = (await body_of(request))["agent_session_id"]
@@ -94,56 +69,10 @@ class AgentServer:
 
         return answer(await self.owner.close_session(episode_of(request.scope), key, free) or {"closed": True})
 
-    async def _loop(self, session: SessionContext, state: Any) -> dict[str, Any]:
-        """Ask, run the tool calls, ask again; at last once without tools, for the answer."""
-        assignment = self._assignments[session.key]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": assignment.prompt}]
-        done = False
-        if state is not None:
-            messages, done = list(state["messages"]), state["done"]
-        while True:
-            await session.boundary(_pinned(messages, done))
-            turn = sum(message["role"] == "assistant" for message in messages)
-            tools = [] if done or turn >= assignment.turns else assignment.tools
-            message = await self._ask(session, assignment, messages, tools)
-            messages.append(message)
-            if not message.get("tool_calls"):
-                return {"messages": messages}
-            for call in message["tool_calls"]:
-                content, done = await self._run_tool(assignment, call["function"])
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-
-    async def _ask(
-        self, session: SessionContext, assignment: Assignment, messages: list[dict[str, Any]], tools: list[Any]
-    ) -> dict[str, Any]:
-        body = {"model": MODEL, "messages": messages, "tools": tools, "seed": assignment.seed}
-        reply = await self.policy.call(session, "/v1/chat/completions", body)
-        if reply.status >= 300:
-            raise RuntimeError(f"the policy answered {reply.status}: {str(reply.body)[:300]}")
-        message: dict[str, Any] = reply.body["choices"][0]["message"]
-        return message
-
-    async def _run_tool(self, assignment: Assignment, function: Mapping[str, str]) -> tuple[str, bool]:
-        """The tool's output as the model sees it, and whether the tool has nothing more to give.
-
-        An error of the tool is its output; a refusal of a gate is not, and goes through.
-        """
-        url = f"{assignment.resources_url}/{function['name']}"
-        arguments = orjson.loads(function["arguments"])
-        reply = await self._peers.request("POST", url, arguments, headers=cookie(assignment.session_id))
-        raise_refusal(reply.status, reply.body, reply.headers)
-        done = reply.status >= 300 or bool(reply.body.get("done"))
-        return orjson.dumps(reply.body, option=orjson.OPT_SORT_KEYS).decode(), done
-
-    async def _send(self, request: PolicyRequest) -> PolicyReply:
-        url = self._policy_url + request.path
-        reply = await self._peers.request(request.method, url, request.body, headers=request.headers)
-        return PolicyReply(reply.status, reply.body, reply.headers)
-
     # The hooks.
 
     async def export_sessions(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Each session's assignment; its conversation is in its boundary."""
+        """Each session's assignment."""
         return {key: asdict(self._assignments[key]) for key in keys}
 
     async def restore_sessions(self, sessions: Sequence[RestoredSession]) -> None:
@@ -154,9 +83,3 @@ class AgentServer:
     async def retire_session(self, key: str) -> None:
         """Free a session."""
         self._assignments.pop(key, None)
-
-
-def _pinned(messages: list[dict[str, Any]], done: bool) -> Any:
-    """A boundary as of now: the length is pinned and nothing is copied unless a checkpoint asks."""
-    length = len(messages)
-    return lambda: {"messages": messages[:length], "done": done}

@@ -7,19 +7,23 @@ of the dealer's card, which only rendering reads, are not exported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import gymnasium
-import numpy as np
 from gymnasium.envs.toy_text.blackjack import BlackjackEnv
+
+from gym_ckpt_grpc.minigym.generator_state import (
+    check_generator,
+    check_integer,
+    export_generator,
+    restored_generator,
+)
 
 DEFAULT_GAMES = 6
 MAX_GAMES = 1000
 SCHEMA_VERSION = 1
-GENERATOR = "PCG64"
 
 TOOLS: tuple[dict[str, Any], ...] = (
     {
@@ -38,7 +42,6 @@ TOOLS: tuple[dict[str, Any], ...] = (
 """The tools as offered to the model."""
 
 _ACTIONS = {"stand": 0, "hit": 1}
-_DECIMAL = re.compile(r"0|[1-9][0-9]{0,38}")
 _FIELDS = frozenset({"version", "rules", "games", "steps", "rewards", "player", "dealer", "generator"})
 
 
@@ -121,7 +124,6 @@ class BlackjackSession:
 
     def export(self) -> dict[str, Any]:
         """The state as JSON-able values, apart from this object. Integers over 64 bits are decimal text."""
-        generator = self._table.np_random.bit_generator.state
         return {
             "version": SCHEMA_VERSION,
             "rules": asdict(self.rules),
@@ -130,13 +132,7 @@ class BlackjackSession:
             "rewards": list(self.rewards),
             "player": list(self._table.player),
             "dealer": list(self._table.dealer),
-            "generator": {
-                "name": generator["bit_generator"],
-                "state": str(generator["state"]["state"]),
-                "inc": str(generator["state"]["inc"]),
-                "has_uint32": int(generator["has_uint32"]),
-                "uinteger": int(generator["uinteger"]),
-            },
+            "generator": export_generator(self._table.np_random),
         }
 
     @classmethod
@@ -151,22 +147,11 @@ class BlackjackSession:
         session.steps, session.rewards = state["steps"], [float(reward) for reward in state["rewards"]]
         session._table.player = list(state["player"])
         session._table.dealer = list(state["dealer"])
-        session._table.np_random = _generator(state["generator"])
+        session._table.np_random = restored_generator(state["generator"])
         return session
 
     def close(self) -> None:
         self._env.close()
-
-
-def _generator(state: Mapping[str, Any]) -> np.random.Generator:
-    bits = np.random.PCG64(0)
-    bits.state = {
-        "bit_generator": GENERATOR,
-        "state": {"state": int(state["state"]), "inc": int(state["inc"])},
-        "has_uint32": state["has_uint32"],
-        "uinteger": state["uinteger"],
-    }
-    return np.random.Generator(bits)
 
 
 def _checked(state: object, rules: Rules) -> Mapping[str, Any]:
@@ -176,16 +161,16 @@ def _checked(state: object, rules: Rules) -> Mapping[str, Any]:
         raise ValueError(f"version is {state['version']!r}, not {SCHEMA_VERSION}")
     if state["rules"] != asdict(rules):
         raise ValueError(f"rules are {state['rules']!r}, but this server plays {asdict(rules)!r}")
-    _check_integer("games", state["games"], 1, MAX_GAMES)
+    check_integer("games", state["games"], 1, MAX_GAMES)
     rewards = state["rewards"]
     if not isinstance(rewards, list) or len(rewards) > state["games"]:
         raise ValueError(f"rewards is no list of at most {state['games']} games")
     for reward in rewards:
         if type(reward) not in (int, float) or reward not in rules.rewards:
             raise ValueError(f"reward {reward!r} is none that a game can pay")
-    _check_integer("steps", state["steps"], len(rewards), MAX_GAMES * 22)
+    check_integer("steps", state["steps"], len(rewards), MAX_GAMES * 22)
     _check_hands(state["player"], state["dealer"], over=len(rewards) == state["games"])
-    _check_generator(state["generator"])
+    check_generator(state["generator"])
     return state
 
 
@@ -194,35 +179,13 @@ def _check_hands(player: Any, dealer: Any, *, over: bool) -> None:
         if not isinstance(hand, list) or len(hand) < 2:
             raise ValueError(f"{name} does not hold at least two cards")
         for card in hand:
-            _check_integer(f"{name} card", card, 1, 10)
+            check_integer(f"{name} card", card, 1, 10)
     if over:
         return
     if len(dealer) != 2:
         raise ValueError(f"dealer holds {len(dealer)} cards in a game that goes on, not 2")
     if sum(player) > 21:
         raise ValueError(f"player holds {sum(player)} in a game that goes on")
-
-
-def _check_generator(generator: Any) -> None:
-    if not isinstance(generator, Mapping):
-        raise ValueError("generator is no mapping")
-    if generator.get("name") != GENERATOR:
-        raise ValueError(f"generator is {generator.get('name')!r}, not {GENERATOR}")
-    if set(generator) != {"name", "state", "inc", "has_uint32", "uinteger"}:
-        raise ValueError("generator does not have exactly the fields name, state, inc, has_uint32, uinteger")
-    for name in ("state", "inc"):
-        text = generator[name]
-        if not isinstance(text, str) or not _DECIMAL.fullmatch(text) or int(text) >= 2**128:
-            raise ValueError(f"generator {name} is {text!r}, not a decimal number below 2**128")
-    if int(generator["inc"]) % 2 == 0:
-        raise ValueError(f"generator inc is {generator['inc']}, which is even")
-    _check_integer("generator has_uint32", generator["has_uint32"], 0, 1)
-    _check_integer("generator uinteger", generator["uinteger"], 0, 2**32 - 1)
-
-
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, not an integer from {low} to {high}")
 
 
 class BlackjackSessions:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gym_ckpt_grpc.minigym import blackjack
-from gym_ckpt_grpc.minigym.resources_server import ResourcesServer, UnknownSession
+from gym_ckpt_grpc.minigym.resources_server import ResourcesServer, UnknownSession, built_aside
 from gym_ckpt_grpc.participants import ResourcesMode, RestoredState, VerifyMode
 
 
@@ -45,6 +45,6 @@ class BlackjackServer(ResourcesServer):
         return {each: self._sessions.export(each) for each in session_ids if each in self._sessions}
 
     async def restore_sessions(self, sessions: Sequence[RestoredState]) -> None:
-        checked = [(each.session_id, self._sessions.stage(each.state)) for each in sessions]
-        for session_id, session in checked:
+        checked = built_aside(sessions, self._sessions.stage)
+        for session_id, session in checked.items():
             self._sessions.install(session_id, session)

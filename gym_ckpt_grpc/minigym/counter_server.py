@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gym_ckpt_grpc.minigym.counter import TOOLS, CounterSession, CounterSessions
-from gym_ckpt_grpc.minigym.resources_server import ResourcesServer
+from gym_ckpt_grpc.minigym.resources_server import ResourcesServer, built_aside
 from gym_ckpt_grpc.participants import ResourcesMode, RestoredState, VerifyMode
 
 
@@ -38,6 +38,6 @@ class CounterServer(ResourcesServer):
         return {session_id: self._sessions.export(session_id) for session_id in session_ids}
 
     async def restore_sessions(self, sessions: Sequence[RestoredState]) -> None:
-        checked = [(each.session_id, CounterSession.from_state(each.state)) for each in sessions]
-        for session_id, session in checked:
+        checked = built_aside(sessions, CounterSession.from_state)
+        for session_id, session in checked.items():
             self._sessions.install(session_id, session)

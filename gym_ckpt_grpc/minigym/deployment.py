@@ -1,7 +1,8 @@
 """One deployment of minigym: its servers, ports, files, and how to start them.
 
 Everything lives in one directory: `minigym.json` (this plan), `fleet.yaml` (what a coordinator reads), `tokens/`,
-`logs/`, `checkpoints` (the root) and `inference.jsonl` (the worker's own log over all lives).
+`logs/`, `checkpoints` (the root), `inference.jsonl` (the workers' own log over all lives), and what servers keep
+over their lives: `ledger/` (the policy model's rows) and `staged/` (the workers' tokens).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import yaml
@@ -20,30 +20,25 @@ from gym_ckpt_grpc.coordinator import Fleet
 from gym_ckpt_grpc.minigym.inference_worker import LOG_NAME
 from gym_ckpt_grpc.minigym.ports import LOOPBACK, free_ports
 from gym_ckpt_grpc.minigym.processes import ProcessSpec
+from gym_ckpt_grpc.minigym.topology import Role, Topology
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 
-Role = Literal["environment", "agent", "policy_model", "inference", "counter", "blackjack"]
-
-SERVED_KINDS: dict[Role, ParticipantKind] = {
-    "environment": ParticipantKind.ENVIRONMENT,
-    "agent": ParticipantKind.AGENT,
-    "policy_model": ParticipantKind.POLICY_MODEL,
-    "counter": ParticipantKind.RESOURCES,
-    "blackjack": ParticipantKind.RESOURCES,
-}
-"""Role -> kind, for the roles that are participants. The inference worker keeps no state of a rollout."""
-
-ROLES: tuple[Role, ...] = (*SERVED_KINDS, "inference")
 TICK = 0.008
 """Seconds per generated token and stream, as of a small engine under load."""
 
 
 class ServerPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One server: its HTTP port, and its control port if it is a participant (0 if not), both on loopback."""
+    """One server: its name, its HTTP port and its control port, both on loopback.
 
+    kind: of a participant, "" for others. control_port: a participant's ParticipantService, or an inference
+    worker's GenerationService; 0 if there is neither.
+    """
+
+    name: str
     role: Role
     port: int
     control_port: int = 0
+    kind: str = ""
 
     @property
     def url(self) -> str:
@@ -52,8 +47,13 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def control_address(self) -> str:
-        """Where its ParticipantService is served."""
+        """Where its ParticipantService, or an inference worker's GenerationService, is served."""
         return f"{LOOPBACK}:{self.control_port}"
+
+    @property
+    def participant_kind(self) -> ParticipantKind | None:
+        """Its kind as a participant; None if it is none."""
+        return ParticipantKind(self.kind) if self.kind else None
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,21 +61,30 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     directory: str
     tick: float = TICK
+    topology: Topology
     servers: tuple[ServerPlan, ...]
 
     @classmethod
-    def create(cls, directory: Path, *, tick: float = TICK) -> Deployment:
+    def create(cls, directory: Path, *, tick: float = TICK, topology: Topology | None = None) -> Deployment:
         """Plan a deployment in a new or empty directory and write its files."""
-        ports = iter(free_ports(len(ROLES) + len(SERVED_KINDS)))
+        topology = topology or Topology()
+        wanted = topology.servers()
+        ports = iter(free_ports(2 * len(wanted)))
         servers = tuple(
-            ServerPlan(role=role, port=next(ports), control_port=next(ports) if role in SERVED_KINDS else 0)
-            for role in ROLES
+            ServerPlan(
+                name=server.name,
+                role=server.role,
+                port=next(ports),
+                control_port=next(ports) if server.controlled else 0,
+                kind=str(server.kind or ""),
+            )
+            for server in wanted
         )
-        plan = cls(directory=str(directory.resolve()), tick=tick, servers=servers)
+        plan = cls(directory=str(directory.resolve()), tick=tick, topology=topology, servers=servers)
         for made in (directory, plan.logs, plan.root):
             made.mkdir(parents=True, exist_ok=True)
         plan.tokens.mkdir(mode=0o700)
-        for role in ("controller", "observer"):
+        for role in ("controller", "observer", "peer"):
             _write_secret(plan.token_file(role), secrets.token_urlsafe(32))
         plan.fleet_file.write_text(yaml.safe_dump({"servers": plan._fleet_entries()}, sort_keys=False))
         plan.file.write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
@@ -113,24 +122,42 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def inference_log(self) -> Path:
-        """The inference worker's own log."""
+        """The inference workers' own log; several append to the same file, a line in one write each."""
         return Path(self.directory) / LOG_NAME
 
+    @property
+    def ledger(self) -> Path:
+        """The policy model server's capture ledger."""
+        return Path(self.directory) / "ledger"
+
+    @property
+    def staged(self) -> Path:
+        """The token store of all inference workers: any of them can go on where another was."""
+        return Path(self.directory) / "staged"
+
     def token_file(self, role: str) -> Path:
-        """The token of `controller` or `observer`."""
+        """The token of `controller`, `observer` or `peer`, which the policy model is to its inference workers."""
         return self.tokens / role
 
-    def server(self, role: Role) -> ServerPlan:
-        """The server of a role."""
-        return next(server for server in self.servers if server.role == role)
+    def server(self, name: str) -> ServerPlan:
+        """The server of a name, which is its role where there is one of it. Raises StopIteration for others."""
+        return next(server for server in self.servers if name in (server.name, server.role))
+
+    def workers(self) -> tuple[ServerPlan, ...]:
+        """The inference workers, in the order of their numbers."""
+        return tuple(server for server in self.servers if server.role == "inference")
+
+    def resources(self) -> dict[str, str]:
+        """Name of each resources server, which is the kind of its tasks -> base of its routes."""
+        return {server.name: server.url for server in self.servers if server.kind == ParticipantKind.RESOURCES}
 
     def specs(self, *, life: int) -> Sequence[ProcessSpec]:
         """How to start every server; life: number of this one, from 1."""
         module = "gym_ckpt_grpc.minigym.serve"
         return [
             ProcessSpec(
-                name=server.role,
-                argv=(sys.executable, "-m", module, server.role, "--plan", str(self.file), "--life", str(life)),
+                name=server.name,
+                argv=(sys.executable, "-m", module, server.name, "--plan", str(self.file), "--life", str(life)),
                 port=server.port,
             )
             for server in self.servers
@@ -142,9 +169,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _fleet_entries(self) -> list[dict[str, object]]:
         return [
-            {"kind": str(SERVED_KINDS[server.role]), "service": server.role, "address": server.control_address}
-            if server.role in SERVED_KINDS
-            else {"service": server.role, "address": f"{LOOPBACK}:{server.port}", "participant": False}
+            {"kind": server.kind, "service": server.name, "address": server.control_address}
+            if server.kind
+            else {"service": server.name, "address": f"{LOOPBACK}:{server.port}", "participant": False}
             for server in self.servers
         ]
 

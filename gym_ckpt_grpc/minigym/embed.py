@@ -1,11 +1,12 @@
-"""A participant beside a minigym server's data plane: started and stopped with its lifespan."""
+"""What stands beside a minigym server's data plane: its participant, and the way to its inference workers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from gym_ckpt_grpc.auth import Authenticator, Role, TokenFile
+from gym_ckpt_grpc.capture import GrpcGenerationBackend
 from gym_ckpt_grpc.control import ControlPlane, ParticipantServer, StateOwner
 from gym_ckpt_grpc.minigym.deployment import Deployment, ServerPlan
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
@@ -20,7 +21,24 @@ async def embedded(owner: StateOwner, plan: Deployment, server: ServerPlan) -> A
             Role.OBSERVER: TokenFile(plan.token_file("observer")),
         }
     )
-    identity = ParticipantIdentity(owner.kind, server.role)
+    identity = ParticipantIdentity(owner.kind, server.name)
     plane = ControlPlane(owner, identity, roots=[str(plan.root)])
     async with ParticipantServer(plane, server.control_address, authenticator=authenticator) as served:
         yield served
+
+
+@asynccontextmanager
+async def open_backends(plan: Deployment) -> AsyncIterator[Mapping[str, GrpcGenerationBackend]]:
+    """The inference workers as a checkpoint asks them, by name; none if generations are not to be cut."""
+    async with AsyncExitStack() as stack:
+        backends = {}
+        for worker in plan.workers() if plan.topology.cuts else ():
+            token = TokenFile(plan.token_file("peer"))
+            backends[worker.name] = GrpcGenerationBackend(worker.name, worker.control_address, token=token)
+            stack.push_async_callback(backends[worker.name].close)
+        yield backends
+
+
+def peer_authenticator(plan: Deployment) -> Authenticator:
+    """Who may cut the generations of an inference worker: the policy model server."""
+    return Authenticator({Role.PEER: TokenFile(plan.token_file("peer"))})

@@ -9,6 +9,7 @@ calls the reply makes.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import math
@@ -27,6 +28,20 @@ SHORTEST_REPLY, LONGEST_REPLY = 16, 64
 MAX_SEED = 2**63 - 1
 
 _CANDIDATES = 8
+_NOISE = struct.Struct(f">{_CANDIDATES}H{_CANDIDATES}BQ")
+"""What one hash gives: candidates, their weights less one, and the mark that chooses among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen. temperature: >= 0, 0 takes the likeliest. top_p: > 0 to 1, share of the likeliest kept."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+PLAIN = Sampling()
+"""Sampling of a request that says nothing about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,9 @@ def reply_length(digest: bytes) -> int:
     return SHORTEST_REPLY + int.from_bytes(digest[:4], "big") % (LONGEST_REPLY - SHORTEST_REPLY + 1)
 
 
-def next_token(seed: int, digest: bytes, prefix: Sequence[int], weight_version: int) -> Token:
+def next_token(
+    seed: int, digest: bytes, prefix: Sequence[int], weight_version: int, sampling: Sampling = PLAIN
+) -> Token:
     """The token that follows `prefix`: a pure function, equal in every process.
 
     seed: 0..MAX_SEED. digest: of `request_digest`. prefix: ids of the reply so far, whose number is the
@@ -80,20 +97,38 @@ def next_token(seed: int, digest: bytes, prefix: Sequence[int], weight_version: 
         return Token(STOP, 0.0)
     first, size = ACTION_IDS if position == length - 2 else SENTENCE[position % len(SENTENCE)]
     context = struct.pack(f">QQ{position}H", seed, weight_version, *prefix)
-    noise = struct.unpack(">8H8BQ", hashlib.sha256(digest + context).digest())
-    candidates = [first + value % size for value in noise[:_CANDIDATES]]
-    weights = [value + 1 for value in noise[_CANDIDATES : 2 * _CANDIDATES]]
-    total = sum(weights)
-    chosen = _pick(candidates, weights, noise[-1] % total)
-    mass = sum(weight for candidate, weight in zip(candidates, weights, strict=True) if candidate == chosen)
-    return Token(chosen, math.log(mass / total))
+    noise = _NOISE.unpack(hashlib.sha256(digest + context).digest())
+    weights: dict[int, float] = {}
+    for value, weight in zip(noise[:_CANDIDATES], noise[_CANDIDATES:-1], strict=True):
+        candidate = first + value % size
+        weights[candidate] = weights.get(candidate, 0.0) + weight + 1
+    return _choose(_shape(weights, sampling), noise[-1] / 2.0**64)
 
 
-def _pick(candidates: list[int], weights: list[int], mark: int) -> int:
-    for candidate, bound in zip(candidates, itertools.accumulate(weights), strict=True):
-        if mark < bound:
-            return candidate
-    raise AssertionError("mark is below the sum of the weights")
+def _shape(weights: Mapping[int, float], sampling: Sampling) -> dict[int, float]:
+    """The candidates that sampling leaves, likeliest first, with their weights."""
+    likeliest = sorted(weights.items(), key=lambda item: (-item[1], item[0]))
+    if sampling.temperature == 0:
+        return dict(likeliest[:1])
+    top = likeliest[0][1]
+    shaped = [(candidate, (weight / top) ** (1 / sampling.temperature)) for candidate, weight in likeliest]
+    enough = sampling.top_p * sum(weight for _, weight in shaped)
+    kept: dict[int, float] = {}
+    for candidate, weight in shaped:
+        if kept and sum(kept.values()) >= enough:
+            break
+        kept[candidate] = weight
+    return kept
+
+
+def _choose(weights: Mapping[int, float], mark: float) -> Token:
+    """The candidate at a mark of 0 to 1 along the weights."""
+    total = sum(weights.values())
+    candidates = list(weights)
+    bounds = list(itertools.accumulate(weights.values()))
+    place = min(bisect.bisect_right(bounds, mark * total), len(candidates) - 1)
+    chosen = candidates[place]
+    return Token(chosen, min(0.0, math.log(weights[chosen] / total)))
 
 
 def text_of(ids: Iterable[int]) -> str:
@@ -146,12 +181,13 @@ def assistant_message(digest: bytes, ids: Sequence[int], tools: Sequence[Any]) -
 class Generation:
     """One reply being made: request, tokens so far, and whether it is done.
 
-    digest, seed: as for `next_token`. limit: most tokens of the reply, prefix included, >= 1. prefix: tokens
-    made before, when a cut generation is continued. weight_version: the oldest that made one of the tokens,
-    None before the first. Raises ValueError for a prefix longer than the limit or the reply.
+    digest, seed, sampling: as for `next_token`. limit: most tokens of the reply, prefix included, >= 1. stop: texts
+    that end the reply; it keeps the one it met. prefix: tokens made before, when a cut generation is continued.
+    weight_version: the oldest that made one of the tokens, None before the first. Raises ValueError for a prefix
+    longer than the limit or the reply.
     """
 
-    __slots__ = ("digest", "ids", "limit", "logprobs", "seed", "weight_version")
+    __slots__ = ("_stop", "_text", "digest", "ids", "limit", "logprobs", "sampling", "seed", "weight_version")
 
     def __init__(
         self,
@@ -159,6 +195,8 @@ class Generation:
         seed: int,
         *,
         limit: int,
+        sampling: Sampling = PLAIN,
+        stop: Sequence[str] = (),
         prefix: Sequence[Token] = (),
         weight_version: int | None = None,
     ) -> None:
@@ -166,25 +204,33 @@ class Generation:
             raise ValueError(f"a prefix of {len(prefix)} tokens does not fit a limit of {limit}")
         if bool(prefix) != (weight_version is not None):
             raise ValueError("a prefix comes with the weight version that made it, and only a prefix does")
-        self.digest, self.seed, self.limit = digest, seed, limit
+        self.digest, self.seed, self.limit, self.sampling = digest, seed, limit, sampling
         self.ids = [token.id for token in prefix]
         self.logprobs = [token.logprob for token in prefix]
         self.weight_version = weight_version
+        self._stop = tuple(stop)
+        self._text = text_of(self.ids)
 
     @property
     def finish_reason(self) -> str | None:
-        """`stop` after the STOP token, `length` at the limit, None while there is more to make."""
-        if self.ids and self.ids[-1] == STOP:
+        """`stop` after the STOP token or a stop text, `length` at the limit, None while there is more to make."""
+        if self.ids and (self.ids[-1] == STOP or self.stop_reason):
             return "stop"
         return "length" if len(self.ids) >= self.limit else None
+
+    @property
+    def stop_reason(self) -> str:
+        """The stop text that the reply has met, empty if none."""
+        return next((text for text in self._stop if text in self._text), "")
 
     def advance(self, weight_version: int) -> Token:
         """Make one more token. Raises ValueError if the reply is finished."""
         if reason := self.finish_reason:
             raise ValueError(f"the generation has finished ({reason})")
-        token = next_token(self.seed, self.digest, self.ids, weight_version)
+        token = next_token(self.seed, self.digest, self.ids, weight_version, self.sampling)
         self.ids.append(token.id)
         self.logprobs.append(token.logprob)
+        self._text += VOCABULARY[token.id]
         oldest = weight_version if self.weight_version is None else self.weight_version
         self.weight_version = min(weight_version, oldest)
         return token

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from gym_ckpt_grpc.auth import TokenFile
 from gym_ckpt_grpc.control import open_channel, wire
 from gym_ckpt_grpc.coordinator import new_checkpoint_id
-from gym_ckpt_grpc.minigym.deployment import SERVED_KINDS, Deployment, ServerPlan
+from gym_ckpt_grpc.minigym.deployment import Deployment, ServerPlan
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import CheckpointRoot, Found, read_episodes
@@ -30,7 +30,7 @@ async def restore_without(plan: Deployment, left_out: ParticipantKind) -> tuple[
     context = participant_pb2.ControlContext(
         checkpoint_id=new_checkpoint_id("restore"), controller_id="by-hand", epoch=epoch
     )
-    chosen = [s for s in plan.servers if s.role in SERVED_KINDS and SERVED_KINDS[s.role] is not left_out]
+    chosen = [s for s in plan.servers if s.kind and s.kind != left_out]
     await asyncio.gather(*(_restore(plan, server, found, lists.continued, context) for server in chosen))
     return tuple(episode.next() for episode in lists.continued)
 

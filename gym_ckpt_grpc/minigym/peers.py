@@ -40,6 +40,15 @@ class Reply:
     headers: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedReply:
+    """An answer whose body is read as it comes; header names are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    chunks: AsyncIterator[bytes]
+
+
 class Peers:
     """Calls to other servers. Made by `open_peers`."""
 
@@ -55,6 +64,16 @@ class Peers:
             raw = await answer.read()
             found = {name.lower(): value for name, value in answer.headers.items()}
             return Reply(answer.status, orjson.loads(raw) if raw else None, found)
+
+    @asynccontextmanager
+    async def stream(
+        self, method: str, url: str, body: Any = None, *, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[StreamedReply]:
+        """Send one request and read its body inside the block. Raises aiohttp.ClientError or TimeoutError."""
+        data = None if body is None else orjson.dumps(body)
+        async with self._session.request(method, url, data=data, headers=headers) as answer:
+            found = {name.lower(): value for name, value in answer.headers.items()}
+            yield StreamedReply(answer.status, found, answer.content.iter_any())
 
     async def post(self, url: str, body: Any, *, headers: Mapping[str, str] | None = None) -> Reply:
         """POST that must succeed: a refusal of a gate is raised as itself, another error as PeerFailed."""

@@ -1,87 +1,198 @@
-"""One server process of minigym: `python -m gym_ckpt_grpc.minigym.serve ROLE --plan FILE --life N`."""
+"""One server process of minigym: `python -m gym_ckpt_grpc.minigym.serve NAME --plan FILE --life N`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
+from gym_ckpt_grpc.auth import TokenFile
+from gym_ckpt_grpc.capture import CaptureLedger
 from gym_ckpt_grpc.control import StateOwner
 from gym_ckpt_grpc.integrations import CheckpointMiddleware, answer_refusal
-from gym_ckpt_grpc.minigym.deployment import ROLES, Deployment, Role
-from gym_ckpt_grpc.minigym.embed import embedded
+from gym_ckpt_grpc.minigym.deployment import Deployment, ServerPlan
+from gym_ckpt_grpc.minigym.embed import embedded, open_backends, peer_authenticator
+from gym_ckpt_grpc.minigym.held_routes import HeldRoutes
 from gym_ckpt_grpc.minigym.peers import PeerFailed, Peers, answer_peer_failure, open_peers
 from gym_ckpt_grpc.minigym.ports import LOOPBACK
-from gym_ckpt_grpc.participants import (
-    PolicyModelOwner,
-    ResourcesOwner,
-    ResourcesSettings,
-    declared_mode,
-    declared_verify,
-)
+from gym_ckpt_grpc.minigym.resources_server import install
+from gym_ckpt_grpc.minigym.topology import Role
+from gym_ckpt_grpc.participants import Gate, PolicyModelOwner
 from gym_ckpt_grpc.protocol import ControlError
 
 PROBE_PAUSE = 0.2
 log = logging.getLogger("gym_ckpt_grpc.minigym")
 
 
-@asynccontextmanager
-async def _application(role: Role, plan: Deployment, life: int) -> AsyncIterator[Any]:
-    """What uvicorn serves for a role, with everything that it needs open."""
-    if role == "inference":
-        from gym_ckpt_grpc.minigym.inference_worker import InferenceWorker, WorkerConfig
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a builder is given: the plan, which of its servers this is, its life from 1, and calls to the others."""
 
-        yield InferenceWorker(WorkerConfig(plan.inference_log, life, plan.tick)).app
+    plan: Deployment
+    server: ServerPlan
+    life: int
+    peers: Peers
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a builder gives: an application and, of a participant, the owner of its state and the gate before it."""
+
+    app: FastAPI
+    owner: StateOwner | None = None
+    gate: Gate | None = None
+
+
+Builder = Callable[[Serving], AbstractAsyncContextManager[Served]]
+
+# ---- a builder for each role: an async context manager that imports what its role needs, and no more
+
+
+@asynccontextmanager
+async def _environment(serving: Serving) -> AsyncIterator[Served]:
+    plan = serving.plan
+    if plan.topology.protocol != "native":
+        from gym_ckpt_grpc.minigym.environment_server import LegacyRelay
+
+        yield Served(LegacyRelay(serving.peers, plan.server("agent").url).build_app())
         return
-    async with open_peers() as peers, _participant(role, plan, peers) as (app, owner, gate):
+    from gym_ckpt_grpc.minigym.environment_server import EnvironmentServer
+
+    environment = EnvironmentServer(serving.peers, plan.server("agent").url, plan.resources())
+    yield Served(environment.build_app(), environment.owner, environment.owner.gate())
+
+
+@asynccontextmanager
+async def _agent(serving: Serving) -> AsyncIterator[Served]:
+    plan, peers = serving.plan, serving.peers
+    policy_url = plan.server("policy_model").url
+    if plan.topology.protocol == "proof":
+        from gym_ckpt_grpc.minigym.proof_refinement import ProofRefinementServer
+
+        prover = ProofRefinementServer(peers, policy_url, plan.resources())
+        yield Served(prover.build_app(), prover.owner, prover.owner.gate())
+        return
+    from gym_ckpt_grpc.minigym.agent_server import AgentServer
+    from gym_ckpt_grpc.minigym.legacy_agent import LegacyAgentServer
+
+    agent: AgentServer | LegacyAgentServer = AgentServer(peers, policy_url)
+    if plan.topology.protocol == "legacy":
+        agent = LegacyAgentServer(peers, policy_url, serving.server.url, plan.resources())
+    async with _until_gated(agent):
+        yield Served(agent.build_app(), agent.owner, agent.owner.gate())
+
+
+@asynccontextmanager
+async def _policy_model(serving: Serving) -> AsyncIterator[Served]:
+    from gym_ckpt_grpc.minigym.policy_calls import Worker
+    from gym_ckpt_grpc.minigym.policy_server import PolicyServer
+
+    plan = serving.plan
+    workers = [Worker(worker.name, worker.url) for worker in plan.workers()]
+    ledger = CaptureLedger(plan.ledger) if plan.topology.capture else None
+    async with open_backends(plan) as backends:
+        owner = PolicyModelOwner(ledger=ledger, backends=backends)
+        trainer = TokenFile(plan.token_file("controller"))
+        policy = PolicyServer(serving.peers, workers, owner=owner, ledger=ledger, ledger_token=trainer)
+        try:
+            yield Served(policy.build_app(), owner, owner.gate())
+        finally:
+            await owner.close()
+
+
+@asynccontextmanager
+async def _resources(serving: Serving) -> AsyncIterator[Served]:
+    module, _, name = RESOURCES_SERVERS[serving.server.role].partition(":")
+    server = getattr(importlib.import_module(f"gym_ckpt_grpc.minigym.{module}"), name)()
+    owner = install(server)
+    yield Served(server.build_app(), owner, owner.gate())
+
+
+@asynccontextmanager
+async def _judge(serving: Serving) -> AsyncIterator[Served]:
+    from gym_ckpt_grpc.minigym.judge_server import JudgeServer
+
+    yield Served(JudgeServer(serving.peers, serving.plan.server("policy_model").url).build_app())
+
+
+@asynccontextmanager
+async def _weather(serving: Serving) -> AsyncIterator[Served]:
+    from gym_ckpt_grpc.minigym.judge_server import HttpJudge
+    from gym_ckpt_grpc.minigym.weather_server import WeatherServer
+
+    judged = serving.plan.topology.judge
+    server = WeatherServer(HttpJudge(serving.peers, serving.plan.server("judge").url) if judged else None)
+    owner = install(server)
+    yield Served(server.build_app(), owner, owner.gate())
+
+
+@asynccontextmanager
+async def _inference(serving: Serving) -> AsyncIterator[Served]:
+    from gym_ckpt_grpc.minigym.inference_worker import InferenceWorker, WorkerConfig
+
+    plan, server = serving.plan, serving.server
+    capture = plan.topology.capture
+    config = WorkerConfig(
+        log=plan.inference_log,
+        life=serving.life,
+        tick=plan.tick,
+        name=server.name,
+        staged=plan.staged if capture else None,
+        control_address=server.control_address if capture else "",
+        authenticator=peer_authenticator(plan),
+        controls=plan.topology.controls,
+    )
+    yield Served(InferenceWorker(config).app)
+
+
+RESOURCES_SERVERS: dict[Role, str] = {
+    "counter": "counter_server:CounterServer",
+    "blackjack": "blackjack_server:BlackjackServer",
+    "office": "office_server:OfficeServer",
+    "inbox": "inbox_server:InboxServer",
+    "tally": "tally_server:TallyServer",
+    "proofs": "proof_checker:ProofChecker",
+    "frozen_lake": "frozen_lake_server:FrozenLakeServer",
+}
+"""Role -> module and class of a resources server, made without arguments."""
+
+BUILDERS: dict[Role, Builder] = {
+    "environment": _environment,
+    "agent": _agent,
+    "policy_model": _policy_model,
+    "inference": _inference,
+    "judge": _judge,
+    "weather": _weather,
+    **dict.fromkeys(RESOURCES_SERVERS, _resources),
+}
+
+
+@asynccontextmanager
+async def _application(serving: Serving) -> AsyncIterator[Any]:
+    """What uvicorn serves: the routes; of a participant, its gate in front and its control plane beside them."""
+    async with BUILDERS[serving.server.role](serving) as served:
+        app = served.app
+        if served.owner is None or served.gate is None:
+            yield app
+            return
         app.add_exception_handler(ControlError, answer_refusal)
         app.add_exception_handler(PeerFailed, answer_peer_failure)
-        async with embedded(owner, plan, plan.server(role)):
-            yield CheckpointMiddleware(app, gate)
-
-
-@asynccontextmanager
-async def _participant(role: Role, plan: Deployment, peers: Peers) -> AsyncIterator[tuple[Any, StateOwner, Any]]:
-    """(application, owner of its state, gate) of a participant. Imports what its role needs and no more."""
-    if role == "environment":
-        from gym_ckpt_grpc.minigym.environment_server import EnvironmentServer
-
-        resources = {kind: plan.server(kind).url for kind in ("counter", "blackjack")}
-        environment = EnvironmentServer(peers, plan.server("agent").url, resources)
-        yield environment.build_app(), environment.owner, environment.owner.gate()
-    elif role == "agent":
-        from gym_ckpt_grpc.minigym.agent_server import AgentServer
-
-        agent = AgentServer(peers, plan.server("policy_model").url)
-        async with _until_gated(agent):
-            yield agent.build_app(), agent.owner, agent.owner.gate()
-    elif role == "policy_model":
-        from gym_ckpt_grpc.minigym.policy_server import PolicyServer
-
-        owner = PolicyModelOwner()
-        yield PolicyServer(peers, plan.server("inference").url).build_app(), owner, owner.gate()
-    else:
-        server = _resources_server(role)
-        mode, verify = declared_mode(type(server)), declared_verify(type(server))
-        owner_of_sessions = ResourcesOwner(server, ResourcesSettings(mode=mode, verify=verify))
-        yield server.build_app(), owner_of_sessions, owner_of_sessions.gate()
-
-
-def _resources_server(role: Role) -> Any:
-    if role == "counter":
-        from gym_ckpt_grpc.minigym.counter_server import CounterServer
-
-        return CounterServer()
-    from gym_ckpt_grpc.minigym.blackjack_server import BlackjackServer
-
-    return BlackjackServer()
+        async with embedded(served.owner, serving.plan, serving.server):
+            if not serving.plan.topology.controls:
+                yield CheckpointMiddleware(app, served.gate)
+                return
+            held = HeldRoutes()
+            yield held.outer(CheckpointMiddleware(held.inner(app), served.gate))
 
 
 @asynccontextmanager
@@ -103,17 +214,17 @@ async def _until_gated(agent: Any) -> AsyncIterator[None]:
         await asyncio.gather(probing, return_exceptions=True)
 
 
-async def serve(role: Role, plan: Deployment, life: int) -> None:
-    """Serve a role until SIGTERM."""
-    async with _application(role, plan, life) as app:
-        port = plan.server(role).port
+async def serve(name: str, plan: Deployment, life: int) -> None:
+    """Serve one server of a plan until SIGTERM."""
+    server = plan.server(name)
+    async with open_peers() as peers, _application(Serving(plan, server, life, peers)) as app:
         config = uvicorn.Config(
             app,
             host=LOOPBACK,
-            port=port,
+            port=server.port,
             log_level="warning",
             access_log=False,
-            lifespan="auto" if role == "inference" else "off",
+            lifespan="off" if server.kind else "auto",
             timeout_graceful_shutdown=1,
         )
         await uvicorn.Server(config).serve()
@@ -122,12 +233,12 @@ async def serve(role: Role, plan: Deployment, life: int) -> None:
 def main() -> None:
     """Read the command line and serve."""
     parser = argparse.ArgumentParser(prog="minigym.serve")
-    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("name")
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--life", type=int, default=1)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(serve(arguments.role, Deployment.load(arguments.plan), arguments.life))
+    asyncio.run(serve(arguments.name, Deployment.load(arguments.plan), arguments.life))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The vocabulary of minigym's language model: STOP, action tokens, and words in the order of a sentence."""
+"""The vocabulary of minigym's language model: STOP, action tokens, words in the order of a sentence, prompt bytes."""
 
 from __future__ import annotations
 
@@ -67,3 +67,10 @@ VOCABULARY, SENTENCE = _build()
 
 The text of a reply is the plain concatenation of its tokens' texts, so that the texts of parts join too.
 """
+
+BYTE_IDS = IdRange(len(VOCABULARY), 256)
+"""Ids behind the words, one for each byte of a prompt; a reply has none of them."""
+
+END_OF_MESSAGE = BYTE_IDS.first + BYTE_IDS.size
+ROLE_IDS = {role: END_OF_MESSAGE + 1 + n for n, role in enumerate(("system", "developer", "user", "assistant", "tool"))}
+"""Id of the head of a message, by its role."""

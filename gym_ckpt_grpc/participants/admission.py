@@ -231,6 +231,9 @@ class Visit:
     async def sending(self, body: bytes) -> None:
         """Before a piece of the body is sent: may hold it."""
 
+    def delivered(self) -> None:
+        """The whole reply was sent."""
+
     def absorbs(self) -> bool:
         """Asked when the request was cancelled: whether a retire did it, so that the caller can be answered."""
         return False

@@ -1,13 +1,14 @@
-"""`AgentOwner`: the native sessions of an agent server. Source: participants section 9.
+"""`AgentOwner`: the native sessions and legacy runs of an agent server. Source: participants section 9.
 
-Route handlers call `seed`, `invoke` and `close_session`. Legacy runs and restart-only agents come on top.
+Route handlers call `seed`, `invoke` and `close_session`; or `run`, and `invoke` for the call that the run sends to
+its own server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -15,9 +16,18 @@ from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.ports import Closing, EpisodeListKind, Opening, OwnerDefaults, OwnerPort, RecordBatch
 from gym_ckpt_grpc.participants.activations import Invocation
 from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, Held
-from gym_ckpt_grpc.participants.agent_sessions import AgentHooks, CloseReceipts, Session, SessionContext
+from gym_ckpt_grpc.participants.agent_runs import AgentRuns, RunContext
+from gym_ckpt_grpc.participants.agent_sessions import (
+    RUN_PREFIX,
+    AgentHooks,
+    CloseReceipts,
+    Session,
+    SessionContext,
+)
 from gym_ckpt_grpc.participants.agent_state import AgentState, StagedSessions, at_boundaries
 from gym_ckpt_grpc.participants.blocking import Blocking, Clock
+from gym_ckpt_grpc.participants.episode_context import CLEANUP_LIMIT
+from gym_ckpt_grpc.participants.episode_runs import EpisodeLimits
 from gym_ckpt_grpc.participants.gates import RouteGate
 from gym_ckpt_grpc.participants.names import DataPlaneNames
 from gym_ckpt_grpc.participants.reports import batches, make_report, run_side_by_side
@@ -41,14 +51,22 @@ SETTLE_TURNS = 4
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """close_receipts_for: seconds that a late seed of a closed session is refused, 0 and up."""
+    """How an agent server keeps its sessions and runs.
+
+    close_receipts_for: seconds that a late seed of a closed session is refused, 0 and up. run_limit: seconds a
+    legacy run may take, parked time not counted, or None. cleanup_limit: seconds for all of its cleanup.
+    routing_id: of this worker, for the calls that its runs send to themselves; empty if there is only one.
+    """
 
     close_receipts_for: float = 300.0
+    run_limit: float | None = None
+    cleanup_limit: float = CLEANUP_LIMIT
+    routing_id: str = ""
     max_waiting: int = MAX_WAITING
 
 
 class AgentOwner(OwnerDefaults):
-    """Owns native sessions: their author's state, boundary, and activation index."""
+    """Owns sessions and runs: their author's state, boundaries, and activation index."""
 
     kind = ParticipantKind.AGENT
 
@@ -68,17 +86,44 @@ class AgentOwner(OwnerDefaults):
         self._sessions: SessionTable[Session] = SessionTable()
         self._seeds = Seeds(self.admission, self._blocking)
         self._receipts = CloseReceipts(self.settings.close_receipts_for, clock)
-        self._state = AgentState(hooks, self.admission, self._blocking, self._steps, self._sessions, self._seeds)
+        limits = EpisodeLimits(self.settings.run_limit, self.settings.cleanup_limit)
+        self._runs = AgentRuns(
+            hooks, self.admission, self._steps, self._sessions, self.names, limits, self.settings.routing_id
+        )
+        self._state = AgentState(
+            hooks, self.admission, self._blocking, self._steps, self._sessions, self._seeds, self._runs
+        )
+
+    # ---- legacy runs
+
+    async def run(
+        self,
+        episode: EpisodeId,
+        task: Mapping[str, Any],
+        protocol: Callable[[RunContext], Awaitable[T]],
+        *,
+        cookie_session_id: str | None = None,
+    ) -> T:
+        """Run a legacy episode to its end and give what `protocol` returns.
+
+        Held while a checkpoint is open; continues at the restored protocol boundary if there is one, once the
+        author's hook has installed its session. cookie_session_id: under which the author finds that session in a
+        cookie of its own. Raises StaleAttempt for a retired attempt, InvalidArgument for one that runs already,
+        TimeoutError past `run_limit`.
+        """
+        return await self._runs.run(episode, task, protocol, cookie_session_id)
 
     # ---- seeding
 
     async def seed(self, episode: EpisodeId, key: str, body: Any, build: Callable[[], Awaitable[Any]]) -> Any:
         """Seed a session once and give the reply; the same seed again gets the same reply and builds nothing.
 
-        key: the session's id. body: JSON-able, what makes a seed the same. build: builds the author's state and
-        gives the JSON-able reply. Held while closed. Raises StaleAttempt (retired, closed, or another episode's
-        session), InvalidArgument (another body), and what `build` raises.
+        key: the session's id, which may not begin with `run:`. body: JSON-able, what makes a seed the same. build:
+        builds the author's state and gives the JSON-able reply. Held while closed. Raises StaleAttempt (retired,
+        closed, or another episode's session), InvalidArgument (another body), and what `build` raises.
         """
+        if key.startswith(RUN_PREFIX):
+            raise InvalidArgument(f"{key} is kept for a legacy run", episodes=[episode])
         digest = digest_of(body)
         while True:
             admitted = await self.admission.admit(lambda: self._admit_seed(episode, key, digest), episode)
@@ -119,7 +164,7 @@ class AgentOwner(OwnerDefaults):
     # ---- activations
 
     async def invoke(self, episode: EpisodeId, key: str, loop: Loop, *, index: str | None = None) -> Any:
-        """Run one activation of a session and give its reply.
+        """Run one activation of a session, or of a run that is under way (`run_key`), and give its reply.
 
         index: value of the activation header, or None. The last completed one gets its recorded reply, the running
         one is joined. An activation with an index outlives a caller that goes away. Raises StateNotFound (no such
@@ -139,7 +184,7 @@ class AgentOwner(OwnerDefaults):
     ) -> tuple[Invocation, int | None, Session] | Literal[Held.HELD]:
         self.admission.check_mark(episode)
         session = self._sessions.get(key)
-        if session is None:
+        if session is None or (session.legacy and session.run is None):
             raise StateNotFound(f"there is no session {key}", episodes=[episode])
         if session.deleting:
             return HELD
@@ -154,7 +199,9 @@ class AgentOwner(OwnerDefaults):
         """Start an activation in a task that the session owns, and count it at once."""
         continuation, session.continuation = session.continuation, None
         task = asyncio.create_task(self._activation(session, loop, continuation, number))
-        session.live = self._steps.begin(session.key, session.episode, boundary=continuation, task=task)
+        session.live = self._steps.begin(
+            session.key, session.episode, boundary=continuation, task=task, within=session.run
+        )
         session.activation, session.index.running = task, number
         # A callback, since a task cancelled before its first turn runs no `finally`.
         task.add_done_callback(lambda _: self._activation_over(session))
@@ -172,6 +219,7 @@ class AgentOwner(OwnerDefaults):
         if live is not None:
             live.keep_blocking = session.retired or session.closing is not None
             self._steps.end(live)
+        self._runs.let_go(session)
 
     async def _reply_of(self, session: Session, activation: asyncio.Task[Any], *, outlives: bool) -> Any:
         try:
@@ -201,7 +249,7 @@ class AgentOwner(OwnerDefaults):
         while closed; blocks until done. One that a retire frees is left to the retire.
         """
         session = self._sessions.get(key)
-        if session is None or session.episode != episode or session.retired:
+        if session is None or session.episode != episode or session.retired or session.legacy:
             return self._receipts.get(key, episode)
         if session.closing is not None:
             await asyncio.wait({session.closing})
@@ -272,7 +320,7 @@ class AgentOwner(OwnerDefaults):
         found = {
             EpisodeListKind.BLOCKING: self._blocking.episodes,
             EpisodeListKind.RESTART: self._steps.restarts,
-            EpisodeListKind.RESTORED_PENDING: self._sessions.pending,
+            EpisodeListKind.RESTORED_PENDING: self.restored_pending,
         }[which]()
         for batch in batches(found):
             yield batch
@@ -285,14 +333,14 @@ class AgentOwner(OwnerDefaults):
         return await self._state.stage(records, scope)
 
     async def activate(self, staged: StagedSessions) -> None:
-        for session in staged.sessions:
-            self._sessions.add(session, pending=True)
+        self._state.activate(staged)
 
     async def discard(self, staged: StagedSessions) -> None:
         await self._state.discard(staged)
 
     async def retire(self, episode: EpisodeId, budget: Budget) -> None:
         self.admission.wake(episode.rollout_id)
+        self._runs.forget_restored(episode)
         for session in self._sessions.covered_by(episode):
             self._state.mark_retired(session)
         await self._seeds.wait(episode, budget)
@@ -311,7 +359,7 @@ class AgentOwner(OwnerDefaults):
         self._receipts.forget(rollout_id, through_attempt)
 
     def restored_pending(self) -> frozenset[EpisodeId]:
-        return frozenset(self._sessions.pending())
+        return frozenset((*self._sessions.pending(), *self._runs.pending()))
 
     async def delete_restored(self, episode: EpisodeId) -> None:
         await self._state.delete_restored(episode)

@@ -1,4 +1,4 @@
-"""Native agent sessions: what the owner keeps of each, and what its loop is given."""
+"""Agent sessions, native and of legacy runs: what the owner keeps of each, and what its loop is given."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ from typing import Any, Protocol
 
 from gym_ckpt_grpc.participants.activations import ActivationIndex
 from gym_ckpt_grpc.participants.blocking import Clock
+from gym_ckpt_grpc.participants.records import AgentRecord
 from gym_ckpt_grpc.participants.steps import Live, StepTracker
 from gym_ckpt_grpc.protocol.errors import StaleAttempt
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 
+RUN_PREFIX = "run:"
+"""How the keys of legacy runs begin, and those of native sessions do not."""
+
+
+def run_key(episode: EpisodeId) -> str:
+    """The session key of a legacy run: of the attempt, so that two attempts of a rollout never meet."""
+    return f"{RUN_PREFIX}{episode.capture_key}"
+
 
 @dataclass(frozen=True, slots=True)
 class RestoredSession:
-    """A session to install: its key, the episode it belongs to from now on, and the state its author exported."""
+    """A session to install: its key, the episode it belongs to from now on, and the state its author exported.
+
+    cookie_session_id: of a legacy run, the id that its author's own cookie had in the crashed attempt, or None.
+    """
 
     key: str
     episode: EpisodeId
     state: Any
+    cookie_session_id: str | None = None
 
 
 class AgentHooks(Protocol):
@@ -39,10 +52,11 @@ class AgentHooks(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One native session. continuation: loop state for the first activation after a restore, or None.
+    """One session. continuation: loop state for the first activation after a restore, or None.
 
-    seed: digest of the seed's body and the reply it got. kept: replies that came while closed, by request digest.
-    restored_replies: those of the crashed attempt, each good for one equal request.
+    seed: digest of the seed's body and the reply it got. kept: the policy's replies since the last boundary, by
+    request digest. restored_replies: those of the crashed attempt, each good for one equal request. Of a legacy
+    run, run: what tracks its protocol. record: what it was claimed as, until the author's hook has installed it.
     """
 
     key: str
@@ -58,6 +72,21 @@ class Session:
     deleting: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
     restored_replies: dict[str, Any] = field(default_factory=dict)
+    run: Live | None = None
+    record: AgentRecord | None = None
+    claiming: asyncio.Future[None] | None = None
+    """Done when the restore hook of a claimed run has ended, however it did."""
+    cookie_session_id: str | None = None
+
+    @property
+    def legacy(self) -> bool:
+        """Whether this is a legacy run."""
+        return self.key.startswith(RUN_PREFIX)
+
+    @property
+    def executions(self) -> list[Live]:
+        """What runs of it: the protocol of a legacy run, an activation."""
+        return [each for each in (self.run, self.live) if each is not None]
 
 
 class SessionContext:
@@ -84,6 +113,7 @@ class SessionContext:
         state: JSON-able, or a function that is called only if a checkpoint exports the session, and must then give
         the loop state as of this call: pin list lengths, copy nothing. Raises StaleAttempt if retired.
         """
+        self._session.kept.clear()  # what they said is in the new boundary
         await self._steps.boundary(self._live, state)
 
     # ---- for PolicyClient
@@ -94,7 +124,10 @@ class SessionContext:
 
     def take_restored_reply(self, digest: str) -> Any:
         """The reply that the crashed attempt had for an equal request, once; None if it had none."""
-        return self._session.restored_replies.pop(digest, None)
+        reply = self._session.restored_replies.pop(digest, None)
+        if reply is not None:
+            self.keep(digest, reply)
+        return reply
 
     def begin_waiting(self) -> None:
         """From now on the last boundary stands for the session."""
@@ -108,15 +141,18 @@ class SessionContext:
             self._steps.leave_replay(self._live)
 
     def keep(self, digest: str, reply: Any) -> None:
-        """Keep a reply that came while closed: a checkpoint exports it with the session."""
+        """Keep a reply until the next boundary: a checkpoint that still finds the session at the last one exports it.
+
+        For the policy it is delivered, so it must not be made again.
+        """
         self._session.kept[digest] = reply
 
-    async def stay(self, digest: str) -> None:
-        """Stay parked until the checkpoint is over; then the kept reply is the loop's own."""
-        try:
-            await self._steps.park(self._live)
-        finally:
-            self._session.kept.pop(digest, None)
+    async def stay(self) -> None:
+        """Stay parked until the checkpoint is over."""
+        await self._steps.park(self._live)
+        if self.waiting_policy:
+            # Another call of the session is still under way, and the next checkpoint must not wait for it.
+            self._steps.enter_replay(self._live, "policy")
 
 
 class CloseReceipts:

@@ -11,11 +11,13 @@ from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.ports import HookFailed, InvalidState
 from gym_ckpt_grpc.participants.activations import ActivationIndex
 from gym_ckpt_grpc.participants.admission import Admission
-from gym_ckpt_grpc.participants.agent_sessions import AgentHooks, RestoredSession, Session
+from gym_ckpt_grpc.participants.agent_runs import AgentRuns, next_run, protocol_of
+from gym_ckpt_grpc.participants.agent_sessions import RUN_PREFIX, AgentHooks, RestoredSession, Session
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.hooks import within
 from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
 from gym_ckpt_grpc.participants.records import AgentRecord
+from gym_ckpt_grpc.participants.reports import run_side_by_side
 from gym_ckpt_grpc.participants.seeds import Seeds
 from gym_ckpt_grpc.participants.session_table import SessionTable, free_each
 from gym_ckpt_grpc.participants.steps import StepState, StepTracker, value_of
@@ -29,9 +31,10 @@ EXPORT_SLICE = 32
 
 @dataclass(frozen=True, slots=True)
 class StagedSessions:
-    """Sessions that the author's hook has installed and that nothing can reach yet."""
+    """Sessions that the author's hook has installed and that nothing can reach yet, and runs to be claimed."""
 
     sessions: Sequence[Session]
+    runs: Sequence[AgentRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +47,45 @@ class AgentState:
     steps: StepTracker
     sessions: SessionTable[Session]
     seeds: Seeds
+    runs: AgentRuns
 
     async def export(self, scope: EpisodeScope) -> AsyncIterator[list[Record]]:
-        """Records of the scope's sessions, in slices. Raises HookFailed naming an episode."""
+        """Records of the scope's sessions and runs, in slices. Raises HookFailed naming an episode."""
         at_boundary = {live.key: boundary for live, boundary in self.steps.exported()}
-        taken = [each for each in self.sessions if self._exported(each, scope, at_boundary)]
+        here = [each for each in self.sessions if self._exported(each, scope, at_boundary)]
+        unclaimed = [each for each in self.runs.restored.values() if each.episode in scope]
+        unclaimed += [each.record for each in here if each.record is not None]
+        taken = [each for each in here if each.record is None]
         kept = {each.key: {**each.restored_replies, **each.kept} for each in taken}
-        states = await self.hooks.export_sessions([each.key for each in taken]) if taken else {}
+        asked = [each.key for each in taken if not _starts_over(each, at_boundary)]
+        states = await self.hooks.export_sessions(asked) if asked else {}
         for start in range(0, len(taken), EXPORT_SLICE):
             batch = taken[start : start + EXPORT_SLICE]
             yield [_record(each, states, at_boundary, kept).to_record() for each in batch]
             await asyncio.sleep(0)
+        for start in range(0, len(unclaimed), EXPORT_SLICE):
+            yield [each.to_record() for each in unclaimed[start : start + EXPORT_SLICE]]
+            await asyncio.sleep(0)
 
     def _exported(self, session: Session, scope: EpisodeScope, at_boundary: Mapping[Any, Any]) -> bool:
-        here = session.live is None or session.key in at_boundary
-        return here and session.episode in scope and not session.retired and session.closing is None
+        if session.episode not in scope or session.retired or session.closing is not None:
+            return False
+        if session.legacy and session.record is None and session.run is None:
+            return False  # it has ended but for an activation that is being stopped
+        return all(each.key in at_boundary for each in session.executions)
 
     async def stage(self, records: Sequence[Record], scope: RestoreScope) -> StagedSessions:
         """Check everything, and let the author's hook install it behind the closed gate."""
         check_overlap(scope, self.admission, self._here)
         sessions: dict[str, tuple[Session, Any]] = {}
+        runs: dict[EpisodeId, AgentRecord] = {}
         for record, target in targets_of(records, scope):
             made = AgentRecord.from_record(record)
+            if made.session_key.startswith(RUN_PREFIX) or made.protocol_boundary is not None:
+                if target in runs:
+                    raise InvalidState(f"{record.episode} has two runs", record.episode)
+                runs[target] = next_run(made, target)
+                continue
             if made.session_key in sessions or self.sessions.get(made.session_key) is not None:
                 raise InvalidState(f"session {made.session_key} of {record.episode} exists already", record.episode)
             sessions[made.session_key] = (_session(made, target), made.session)
@@ -73,11 +93,18 @@ class AgentState:
             await self.hooks.restore_sessions(
                 [RestoredSession(each.key, each.episode, state) for each, state in sessions.values()]
             )
-        return StagedSessions([session for session, _ in sessions.values()])
+        return StagedSessions([session for session, _ in sessions.values()], list(runs.values()))
+
+    def activate(self, staged: StagedSessions) -> None:
+        """From now on sessions can be reached and runs claimed."""
+        for session in staged.sessions:
+            self.sessions.add(session, pending=True)
+        self.runs.restored.update((record.episode.rollout_id, record) for record in staged.runs)
 
     def _here(self, rollout_id: str) -> list[EpisodeId]:
         seeds = [seed.episode for seed in self.seeds.of_rollout(rollout_id)]
-        return seeds + [session.episode for session in self.sessions.of_rollout(rollout_id)]
+        sessions = [session.episode for session in self.sessions.of_rollout(rollout_id)]
+        return [*seeds, *sessions, *self.runs.here(rollout_id)]
 
     async def discard(self, staged: StagedSessions) -> None:
         """Undo an install by the retire hook; what it cannot free stays tracked as being retired."""
@@ -97,9 +124,10 @@ class AgentState:
     async def retire(self, session: Session, budget: Budget) -> None:
         """Stop a session and free it. Cut short it stays tracked, and the same call again goes on."""
         self.mark_retired(session)
-        if session.live is not None:
-            await self.steps.retire(session.live, budget)
-            self.mark_retired(session)
+        if session.claiming is not None and not session.claiming.done():
+            await within(budget, asyncio.wait({session.claiming}), f"the restore of {session.key}")
+        await run_side_by_side(self.steps.retire(live, budget) for live in session.executions)
+        self.mark_retired(session)
         if session.closing is not None and not session.closing.done():
             await within(budget, asyncio.wait({session.closing}), f"the close of session {session.key}")
         await within(budget, self.free(session), f"the retire of session {session.key}")
@@ -112,7 +140,8 @@ class AgentState:
         self.admission.changed()
 
     async def delete_restored(self, episode: EpisodeId) -> None:
-        """Free restored sessions that nothing has started; requests for them are held meanwhile."""
+        """Free restored sessions and runs that nothing has started; requests for them are held meanwhile."""
+        self.runs.delete_restored(episode)
         sessions = self.sessions.pending_sessions(episode)
         for session in sessions:
             session.deleting = True
@@ -135,21 +164,29 @@ def at_boundaries(steps: StepTracker) -> dict[str, int]:
     }
 
 
+def _starts_over(session: Session, at_boundary: Mapping[Any, Any]) -> bool:
+    """Whether a run has no boundary to go on from: then nothing of it is worth keeping."""
+    return session.legacy and at_boundary[protocol_of(session)] is None
+
+
 def _record(
     session: Session, states: Mapping[str, Any], at_boundary: Mapping[Any, Any], kept: Mapping[str, Mapping[str, Any]]
 ) -> AgentRecord:
+    if _starts_over(session, at_boundary):
+        return AgentRecord(session.episode, session.key, None, cookie_session_id=session.cookie_session_id)
     if session.key not in states:
         raise HookFailed(f"export_sessions gave no state for session {session.key}", session.episode)
-    boundary = value_of(at_boundary[session.key]) if session.live is not None else session.continuation
     return AgentRecord(
         session.episode,
         session.key,
         states[session.key],
-        boundary,
+        value_of(at_boundary[session.key]) if session.live is not None else session.continuation,
         session.seed,
         session.index.completed,
         session.index.reply,
         kept[session.key],
+        value_of(at_boundary[protocol_of(session)]) if session.legacy else None,
+        session.cookie_session_id,
     )
 
 

@@ -26,14 +26,15 @@ from gym_ckpt_grpc.control.ports import (
 from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, Held
 from gym_ckpt_grpc.participants.blocking import Blocking, Clock
 from gym_ckpt_grpc.participants.episode_context import CLEANUP_LIMIT, EpisodeContext
+from gym_ckpt_grpc.participants.episode_runs import EpisodeLimits, run_episode
 from gym_ckpt_grpc.participants.gates import RouteGate
 from gym_ckpt_grpc.participants.names import DataPlaneNames
 from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
 from gym_ckpt_grpc.participants.records import EnvironmentRecord
 from gym_ckpt_grpc.participants.reports import batches, covers, make_report, run_side_by_side
-from gym_ckpt_grpc.participants.steps import EpisodeDeadline, Live, StepTracker, value_of
+from gym_ckpt_grpc.participants.steps import Live, StepTracker, value_of
 from gym_ckpt_grpc.participants.task_identity import IdentityOf, TaskDigests
-from gym_ckpt_grpc.protocol.errors import RetireIncomplete, StaleAttempt
+from gym_ckpt_grpc.protocol.errors import RetireIncomplete
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
@@ -100,7 +101,11 @@ class EnvironmentOwner(OwnerDefaults):
                 await stack.enter_async_context(self._slots)
             live, restored = await self.admission.admit(lambda: self._begin(episode, digests), episode)
             context = EpisodeContext(episode, task, restored, live, self._steps, self.names)
-            return await self._guarded(live, context, protocol)
+            limits = EpisodeLimits(self.settings.episode_limit, self.settings.cleanup_limit)
+            try:
+                return await run_episode(self._steps, live, context, protocol, limits)
+            finally:
+                self._digests.pop(live, None)
 
     def _begin(self, episode: EpisodeId, digests: TaskDigests) -> tuple[Live, Any] | Literal[Held.HELD]:
         """The order matters: a refused begin must own nothing, and never end the live episode of its key."""
@@ -120,44 +125,6 @@ class EnvironmentOwner(OwnerDefaults):
     def _restored_of(self, episode: EpisodeId) -> EnvironmentRecord | None:
         record = self._restored.get(episode.rollout_id)
         return record if record is not None and record.episode == episode else None
-
-    async def _guarded(
-        self, live: Live, context: EpisodeContext, protocol: Callable[[EpisodeContext], Awaitable[T]]
-    ) -> T:
-        """Whatever a retired episode ends with, its caller hears StaleAttempt."""
-        stale = StaleAttempt(f"attempt {live.episode} was retired", episodes=[live.episode])
-        try:
-            result = await self._protocol(live, context, protocol)
-        except BaseException as error:
-            ours = live.runs.absorb()
-            if live.retired and (ours or isinstance(error, Exception)):
-                raise stale from error
-            raise
-        finally:
-            self._steps.end(live)
-            self._digests.pop(live, None)
-        if live.retired:
-            live.runs.absorb()
-            raise stale
-        return result
-
-    async def _protocol(
-        self, live: Live, context: EpisodeContext, protocol: Callable[[EpisodeContext], Awaitable[T]]
-    ) -> T:
-        """Run the protocol and its cleanup. What ends while closed, out of a replay step, is told after it."""
-        try:
-            try:
-                async with asyncio.timeout(self.settings.episode_limit) as scope:
-                    live.deadline = EpisodeDeadline(scope)
-                    result = await protocol(context)
-            finally:
-                self._steps.finish(live)
-                await context.run_cleanup(self.settings.cleanup_limit)
-        except Exception:
-            await self._steps.hold_end(live)
-            raise
-        await self._steps.hold_end(live)
-        return result
 
     def gate(self) -> RouteGate:
         """The gate of an environment server's middleware: every route that is not declared a bypass is held."""

@@ -30,6 +30,7 @@ class DataPlaneNames:
     waiting_header: str = "x-gymckpt-waiting"
     gate_header: str = "x-gymckpt-gate"
     owner_header: str = "x-gymckpt-owner"
+    session_header: str = "x-gymckpt-session"
     rollout_prefix: str = "/rollout"
 
     def __post_init__(self) -> None:

@@ -7,52 +7,35 @@ waiting only after it has seen the gate header of its own service. Source: parti
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from gym_ckpt_grpc.participants.agent_sessions import SessionContext
 from gym_ckpt_grpc.participants.names import DataPlaneNames, header
+from gym_ckpt_grpc.participants.policy_calls import PolicyReply, PolicyRequest, Transport
+from gym_ckpt_grpc.participants.policy_stream import PolicyStream, StreamTransport
 from gym_ckpt_grpc.participants.refusals import raise_refusal
-
-NOT_IN_DIGEST = frozenset({"stream", "stream_options", "user", "metadata", "request_id"})
-"""Fields of a request that do not change its answer (the fixed list of participants section 8.4)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRequest:
-    """One call to the policy server. path: prefix included. body: JSON-able."""
-
-    path: str
-    body: Any
-    headers: Mapping[str, str]
-    method: str = "POST"
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyReply:
-    """Its reply. body: decoded JSON, JSON-able so that it can be kept in a checkpoint."""
-
-    status: int
-    body: Any
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-Transport = Callable[[PolicyRequest], Awaitable[PolicyReply]]
-"""Sends a request to the policy server and nowhere else; raises what it likes if it cannot."""
+from gym_ckpt_grpc.participants.request_digest import request_digest
+from gym_ckpt_grpc.protocol.errors import UsageError
 
 
 class PolicyClient:
     """Calls one policy service.
 
-    send: the transport to it. service: its name, as in its gate header.
+    send: the transport to it. service: its name, as in its gate header. open_stream: the transport of streamed
+    calls, if there are any.
     """
 
-    def __init__(self, send: Transport, *, service: str, names: DataPlaneNames | None = None) -> None:
+    def __init__(
+        self,
+        send: Transport,
+        *,
+        service: str,
+        names: DataPlaneNames | None = None,
+        open_stream: StreamTransport | None = None,
+    ) -> None:
         self._send = send
+        self._open_stream = open_stream
         self._service = service
         self._names = names or DataPlaneNames()
         self.gated = False
@@ -72,15 +55,33 @@ class PolicyClient:
         open is given once that is over; only a cancellation goes through at once. Raises the ControlError that a
         gate answered, and what the transport raises.
         """
-        digest = request_digest(path, body)
+        digest = request_digest(body, path)
         kept = session.take_restored_reply(digest)
         if kept is not None:
             return PolicyReply(kept["status"], kept["body"], kept["headers"])
-        sent = {**(headers or {}), self._names.waiting_header: "1"} if self.gated else dict(headers or {})
-        request = PolicyRequest(self._names.path_of(session.episode, path), body, sent)
+        request = self._request(session, path, body, headers)
         if not self.gated:
             return _checked(await self._exchange(request))
         return _checked(await self._wait(session, request, digest))
+
+    def stream(
+        self, session: SessionContext, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
+    ) -> PolicyStream:
+        """A call whose reply is streamed: `async with client.stream(...) as events: async for event in events: ...`.
+
+        body: without `stream`, which is added. Otherwise as `call`. Raises UsageError without `open_stream`.
+        """
+        if self._open_stream is None:
+            raise UsageError("this policy client was made without open_stream")
+        request = self._request(session, path, {**body, "stream": True}, headers)
+        key = f"stream:{request_digest(body, path)}"
+        return PolicyStream(session, request, self._open_stream, key=key, waits=self.gated, saw=self._saw)
+
+    def _request(
+        self, session: SessionContext, path: str, body: Any, headers: Mapping[str, str] | None
+    ) -> PolicyRequest:
+        sent = {**(headers or {}), self._names.waiting_header: "1"} if self.gated else dict(headers or {})
+        return PolicyRequest(self._names.path_of(session.episode, path), body, sent)
 
     async def _wait(self, session: SessionContext, request: PolicyRequest, digest: str) -> PolicyReply:
         session.begin_waiting()
@@ -90,29 +91,25 @@ class PolicyClient:
             finally:
                 session.end_waiting()
         except Exception:
-            await session.stay(digest)
+            await session.stay()
             raise
+        if reply.status < 300:
+            session.keep(digest, {"status": reply.status, "body": reply.body, "headers": dict(reply.headers)})
         if session.checkpoint_open:
-            if reply.status < 300:
-                session.keep(digest, {"status": reply.status, "body": reply.body, "headers": dict(reply.headers)})
-            await session.stay(digest)
+            await session.stay()
         return reply
 
     async def _exchange(self, request: PolicyRequest) -> PolicyReply:
         reply = await self._send(request)
-        gate = header(reply.headers, self._names.gate_header)
+        self._saw(reply.headers)
+        return reply
+
+    def _saw(self, headers: Mapping[str, str]) -> None:
+        gate = header(headers, self._names.gate_header)
         if gate is not None and gate.startswith(f"{self._service}/"):
             self.gated = True
-        return reply
 
 
 def _checked(reply: PolicyReply) -> PolicyReply:
     raise_refusal(reply.status, reply.body, reply.headers)
     return reply
-
-
-def request_digest(path: str, body: Any) -> str:
-    """SHA-256, in hex, of what a request asks for: its path and body without what changes no answer."""
-    if isinstance(body, dict):
-        body = {name: value for name, value in body.items() if name not in NOT_IN_DIGEST}
-    return hashlib.sha256(path.encode() + b"\0" + orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -1,20 +1,29 @@
 """The gate of a policy model server: tickets of generation calls, and replies that wait for Resume.
 
-Source: participants section 7.1.
+Source: participants sections 7.1 and 8.1.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import uuid
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 from gym_ckpt_grpc.control.budget import Budget
-from gym_ckpt_grpc.participants.admission import HELD, Admission, Cancellable, GateRequest, Held, Reply, Visit, wait_for
+from gym_ckpt_grpc.control.generation import Continuation
+from gym_ckpt_grpc.participants.admission import HELD, Admission, GateRequest, Held, Visit, wait_for
 from gym_ckpt_grpc.participants.blocking import Blocking
+from gym_ckpt_grpc.participants.constrained import restart_reason
+from gym_ckpt_grpc.participants.cut_book import CutBook
+from gym_ckpt_grpc.participants.generation_call import GenerationCall
 from gym_ckpt_grpc.participants.names import DataPlaneNames
 from gym_ckpt_grpc.participants.reports import covers, run_side_by_side
+from gym_ckpt_grpc.participants.request_digest import request_digest
+from gym_ckpt_grpc.participants.tickets import CallHooks, Ticket
+from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.report import BlockerReason
 
@@ -22,65 +31,16 @@ GENERATION_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Ends of the paths that generate; other routes pass."""
 
 _PASS = Visit()
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
-
-class Ticket(Visit):
-    """One admitted tagged call, from admission to the end of its reply. number: order of admission, 1 and up."""
-
-    __slots__ = (
-        "_gate",
-        "begun",
-        "between_events",
-        "ended",
-        "episode",
-        "number",
-        "path",
-        "pausable",
-        "retired",
-        "runs",
-        "waiting_caller",
-    )
-
-    def __init__(self, gate: PolicyGate, number: int, request: GateRequest, episode: EpisodeId) -> None:
-        self.number = number
-        self.episode = episode
-        self.path = request.path
-        self.waiting_caller = gate.names.is_waiting(request.headers)
-        self.runs = Cancellable()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.begun = False
-        self.pausable = False
-        self.between_events = True
-        self.retired = False
-        self._gate = gate
-
-    @property
-    def undelivered(self) -> bool:
-        """Whether a checkpoint counts this call as not made: its reply has not begun, or can be paused."""
-        return not self.begun or self.pausable
-
-    async def starting(self, reply: Reply) -> None:
-        length = reply.headers.get("content-length", "")
-        await self._gate.hold_reply(self, int(length) if length.isdigit() else 0)
-        streams = reply.headers.get("content-type", "").partition(";")[0].strip() == "text/event-stream"
-        self._gate.begin_reply(self, pausable=streams and self.waiting_caller)
-
-    async def sending(self, body: bytes) -> None:
-        if self.pausable and self.between_events:
-            await self._gate.hold_reply(self, len(body))
-        if body:
-            self.between_events = body.endswith(_EVENT_ENDS)
-
-    def absorbs(self) -> bool:
-        return self.runs.absorb()
-
-    def leave(self) -> None:
-        self._gate.leave(self)
+log = logging.getLogger(__name__)
 
 
 class PolicyGate:
-    """Tickets and held replies of one serving process. admitted: called with the episode of each admitted call."""
+    """Tickets and held replies of one serving process.
+
+    backends: names of the inference workers that calls may go to; without any, calls go where they like and nothing
+    is cut. cut_tries: failed cuts of a call after which it is not asked again.
+    """
 
     def __init__(
         self,
@@ -88,13 +48,25 @@ class PolicyGate:
         blocking: Blocking,
         names: DataPlaneNames,
         *,
-        admitted: Callable[[EpisodeId], None],
+        hooks: CallHooks,
+        backends: Collection[str] = (),
+        cut_tries: int = 2,
     ) -> None:
         self.names = names
         self.untagged = 0
+        self.cuts = CutBook(
+            hooks,
+            blocking,
+            undelivered=self.undelivered,
+            changed=admission.changed,
+            clock=admission.clock,
+            backends=backends,
+            tries=cut_tries,
+        )
         self._admission = admission
         self._blocking = blocking
-        self._admitted = admitted
+        self._hooks = hooks
+        self._backends = frozenset(backends)
         self._numbers = count(1)
         self._tickets: dict[int, Ticket] = {}
         self._by_rollout: dict[str, dict[int, Ticket]] = {}
@@ -123,14 +95,57 @@ class PolicyGate:
 
     def _attempt(self, request: GateRequest, episode: EpisodeId) -> Ticket | Literal[Held.HELD]:
         self._admission.check_mark(episode)
-        if self._admission.closed:
+        if self._admission.closed or self._hooks.held_back(episode):
             return HELD
-        ticket = Ticket(self, next(self._numbers), request, episode)
+        waits = self.names.is_waiting(request.headers)
+        now = self._admission.clock()
+        ticket = Ticket(self, next(self._numbers), episode, request.path, waiting_caller=waits, now=now)
         self._tickets[ticket.number] = ticket
         self._by_rollout.setdefault(episode.rollout_id, {})[ticket.number] = ticket
         self._undelivered += 1
-        self._admitted(episode)
+        self._hooks.admitted(episode)
         return ticket
+
+    # ---- generations
+
+    def begin_generation(self, visit: Visit, body: Mapping[str, Any], *, backend: str, model: str) -> GenerationCall:
+        """A handler knows the effective request of a call, and which backend it will go to.
+
+        body: after server defaults, without anything that names the attempt; read now, and once. A call that is begun
+        again, at another backend, is a new one. Raises UsageError for an unknown backend, TypeError for a body that
+        is no JSON. A visit that is no tagged call gives an inert call.
+        """
+        call_id = uuid.uuid4().hex
+        if not isinstance(visit, Ticket):
+            return GenerationCall(call_id)
+        if self._backends and backend not in self._backends:
+            raise UsageError(f"there is no backend {backend!r}; there are {', '.join(sorted(self._backends))}")
+        digest, reason = request_digest(dict(body)), restart_reason(body)
+        if visit.call_id:
+            self._left(visit, delivered=False)
+            self.cuts.begins_anew(visit)
+        visit.call_id, visit.backend, visit.model = call_id, backend, model
+        visit.request_digest, visit.restart_reason = digest, reason
+        visit.continuation = None if reason else self._lease(visit)
+        self.cuts.begun(visit)
+        return GenerationCall(call_id, visit, self.cuts)
+
+    def _lease(self, ticket: Ticket) -> Continuation | None:
+        try:
+            return self._hooks.lease(ticket)
+        except Exception:
+            log.exception("no restored cut for a call of %s: claiming one failed", ticket.episode)
+            return None
+
+    def _left(self, ticket: Ticket, *, delivered: bool) -> None:
+        try:
+            self._hooks.left(ticket, delivered)
+        except Exception:
+            log.exception("settling the lease of a call of %s failed", ticket.episode)
+
+    def generation_failed(self, ticket: Ticket) -> None:
+        """The reply will be an error: there is nothing to cut."""
+        self.cuts.generation_failed(ticket)
 
     # ---- replies
 
@@ -162,12 +177,22 @@ class PolicyGate:
         ticket.begun, ticket.pausable = True, pausable
         if not pausable:
             self._undelivered -= 1
+            self.cuts.dropped(ticket)
             if not ticket.retired:
                 self._blocking.set(ticket.number, BlockerReason.STREAMING_RESPONSE, ticket.episode, ticket.path)
         self._admission.changed()
 
+    def reply_sent(self, ticket: Ticket) -> None:
+        """The whole reply was sent: nothing of it can be paused any more."""
+        if ticket.pausable:
+            ticket.pausable = False
+            self._undelivered -= 1
+            self.cuts.dropped(ticket)
+            self._admission.changed()
+
     def open(self) -> None:
-        """Let the held replies go, in the order they came."""
+        """Forget the cuts of this closing, and let the held replies go, in the order they came."""
+        self.cuts.end()
         for sleeper in self._sleepers:
             if not sleeper.done():
                 sleeper.set_result(None)
@@ -182,6 +207,8 @@ class PolicyGate:
             del self._by_rollout[ticket.episode.rollout_id]
         if ticket.undelivered:
             self._undelivered -= 1
+        self._left(ticket, delivered=ticket.was_delivered)
+        self.cuts.dropped(ticket)
         self._blocking.clear(ticket.number)
         if not ticket.ended.done():
             ticket.ended.set_result(None)
@@ -194,6 +221,7 @@ class PolicyGate:
         covered = [ticket for ticket in self.of_rollout(episode.rollout_id) if covers(episode, ticket.episode)]
         for ticket in covered:
             ticket.retired = True
+            self.cuts.dropped(ticket)
             self._blocking.set(ticket.number, BlockerReason.RETIRING, ticket.episode, ticket.path)
             ticket.runs.cancel()
         self._admission.changed()
@@ -208,12 +236,21 @@ class PolicyGate:
         return [ticket for ticket in self._tickets.values() if ticket.undelivered]
 
     def counts(self) -> dict[str, int]:
-        """inflight: tickets. held: undelivered ones while closed. paused: streams that stand still."""
+        """inflight: tickets. held: undelivered ones while closed. paused: streams that stand still.
+
+        Of the held ones: cut have a durable cut, cut_skipped have a restart reason, cut_failed are all others, if
+        cuts are made in this closing.
+        """
+        held = self._undelivered if self._admission.closed else 0
+        cut, skipped = self.cuts.counts()
         return {
             "inflight": len(self._tickets),
-            "held": self._undelivered if self._admission.closed else 0,
+            "held": held,
             "paused": self._paused,
             "held_bytes": self._held_bytes,
+            "cut": cut,
+            "cut_failed": held - cut - skipped if self.cuts.is_open else 0,
+            "cut_skipped": skipped if self._admission.closed else 0,
             "untagged": self.untagged,
         }
 

@@ -1,4 +1,4 @@
-"""`PolicyModelOwner`: the policy model server's part in a checkpoint. Source: participants section 7.
+"""`PolicyModelOwner`: the policy model server's part in a checkpoint. Source: participants sections 7 and 8.
 
 Without a capture ledger it has no records: what it owns is the gate, and which restored episodes nobody has
 called yet.
@@ -7,45 +7,102 @@ called yet.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from gym_ckpt_grpc.control.budget import Budget
-from gym_ckpt_grpc.control.ports import Closing, EpisodeListKind, Opening, OwnerDefaults, OwnerPort, RecordBatch
-from gym_ckpt_grpc.participants.admission import MAX_WAITING, Admission
+from gym_ckpt_grpc.control.generation import GenerationBackends, Ledger
+from gym_ckpt_grpc.control.ports import (
+    Closing,
+    CommitExtra,
+    EpisodeListKind,
+    Opening,
+    OwnerDefaults,
+    OwnerPort,
+    RecordBatch,
+)
+from gym_ckpt_grpc.participants.admission import MAX_WAITING, Admission, Visit
 from gym_ckpt_grpc.participants.blocking import Blocking, Clock
+from gym_ckpt_grpc.participants.cut_sweeps import CutSweeper
+from gym_ckpt_grpc.participants.generation_call import GenerationCall
 from gym_ckpt_grpc.participants.names import DataPlaneNames
-from gym_ckpt_grpc.participants.overlap import check_overlap
 from gym_ckpt_grpc.participants.policy_gate import PolicyGate
-from gym_ckpt_grpc.participants.reports import batches, covers, make_report
-from gym_ckpt_grpc.protocol.errors import InvalidArgument, InvalidPhase, RetireIncomplete, Violation
+from gym_ckpt_grpc.participants.policy_settings import PolicyModelSettings
+from gym_ckpt_grpc.participants.policy_state import PolicyState, StagedPolicy
+from gym_ckpt_grpc.participants.reports import batches, make_report
+from gym_ckpt_grpc.participants.tickets import Ticket
+from gym_ckpt_grpc.protocol.errors import InvalidArgument, RetireIncomplete, Violation
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Record
 
+RESTORE_LIMIT = 60.0
+"""Seconds for a `stage` that no close came before, as in a test of an owner alone."""
+
 
 class PolicyModelOwner(OwnerDefaults):
-    """Owns admission of tagged generation calls, undelivered replies, and restored targets nobody called yet."""
+    """Owns admission of tagged generation calls, undelivered replies, cuts, ledger rows, and restored targets.
+
+    ledger: of this server's calls, or None. backends: the inference workers behind it, by name; none: no cuts.
+    max_waiting: requests held at most. clock: seconds of a monotonic clock.
+    """
 
     kind = ParticipantKind.POLICY_MODEL
 
     def __init__(
-        self, *, names: DataPlaneNames | None = None, max_waiting: int = MAX_WAITING, clock: Clock = time.monotonic
+        self,
+        *,
+        ledger: Ledger | None = None,
+        backends: GenerationBackends | None = None,
+        settings: PolicyModelSettings | None = None,
+        names: DataPlaneNames | None = None,
+        max_waiting: int = MAX_WAITING,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.names = names or DataPlaneNames()
+        self.settings = settings or PolicyModelSettings()
         self.admission = Admission(max_waiting=max_waiting, clock=clock)
         self._blocking = Blocking(clock)
-        self._targets: dict[str, EpisodeId] = {}  # by rollout: the overlap rule allows one of each
-        self._gate = PolicyGate(self.admission, self._blocking, self.names, admitted=self._started)
+        self._budget = Budget(RESTORE_LIMIT, clock)
+        asked = dict(backends or {}) if ledger is not None else {}  # without a ledger no record could name a cut
+        self._state = PolicyState(
+            self.admission,
+            ledger,
+            asked,
+            calls_of=self._calls_of,
+            release_retry_for=self.settings.release_retry_for,
+            clock=clock,
+        )
+        self._gate = PolicyGate(
+            self.admission,
+            self._blocking,
+            self.names,
+            hooks=self._state,
+            backends=asked,
+            cut_tries=self.settings.cut_tries,
+        )
+        self._sweeper = CutSweeper(self._gate.cuts, asked, self.settings, clock=clock, service=self._service)
 
     def gate(self) -> PolicyGate:
         """The gate of the server's middleware."""
         return self._gate
 
-    def _started(self, episode: EpisodeId) -> None:
-        if self._targets.get(episode.rollout_id) == episode:
-            del self._targets[episode.rollout_id]
+    def begin_generation(self, visit: Visit, body: Mapping[str, Any], *, backend: str, model: str) -> GenerationCall:
+        """A handler knows what a call asks for, and of whom; see `PolicyGate.begin_generation`."""
+        return self._gate.begin_generation(visit, body, backend=backend, model=model)
+
+    async def close(self) -> None:
+        """End background work. Only at the end of the process."""
+        await self._sweeper.close()
+        await self._sweeper.close()
+        await self._state.close()
+
+    def _calls_of(self, rollout_id: str) -> list[Ticket]:
+        return self._gate.of_rollout(rollout_id)
+
+    def _service(self) -> str:
+        return self.admission.port.identity.service
 
     # ---- StateOwner
 
@@ -54,54 +111,60 @@ class PolicyModelOwner(OwnerDefaults):
 
     async def close_admission(self, closing: Closing) -> None:
         self.admission.close()
+        self._budget = closing.budget
+        self._state.made.begin(closing.checkpoint_id)
+        self._sweeper.start(closing)
 
     async def open_admission(self, opening: Opening) -> None:
+        await self._state.before_opening()
         self.admission.open()
+        self._sweeper.stop()
         self._gate.open()
+        self._state.made.opened()
 
     def is_ready(self) -> bool:
         return not self._blocking
 
     def report(self, limit: int) -> PrepareReport:
-        return make_report(limit, self._blocking, (), {**self._gate.counts(), **self.admission.counts()})
+        counts = {**self._gate.counts(), **self.admission.counts(), **self._state.counts()}
+        return make_report(limit, self._blocking, (), counts)
 
     async def list_episodes(self, which: EpisodeListKind) -> AsyncIterator[Sequence[EpisodeId]]:
         found = {
             EpisodeListKind.BLOCKING: self._blocking.episodes,
-            EpisodeListKind.RESTORED_PENDING: self._targets.values,
+            EpisodeListKind.RESTORED_PENDING: self._state.targets,
         }.get(which)
         for batch in batches(found() if found else ()):
             yield batch
 
     async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
-        """Nothing, as there is no ledger. Raises InvalidArgument for scope `all`: only the controller knows it."""
+        """Rows and cuts of a list scope. Raises InvalidArgument for scope `all`: only the controller knows it."""
         if scope.is_all:
             problem = Violation("scope", "must be a list for a policy model server")
             raise InvalidArgument("a policy model server needs the scope as a list", violations=[problem])
-        records: tuple[RecordBatch, ...] = ()
-        for batch in records:
+        async for batch in self._state.export(scope):
             yield batch
 
-    async def stage(self, records: Sequence[Record], scope: RestoreScope) -> dict[str, EpisodeId]:
-        check_overlap(scope, self.admission, self._here)
-        if records:
-            raise InvalidPhase(
-                "this server has no capture ledger to put rows into", episodes=[each.episode for each in records]
-            )
-        return {target.rollout_id: target for target in scope.targets.values()}
+    def commit_extra(self, records: Sequence[Record]) -> CommitExtra:
+        return self._state.commit_extra(records)
 
-    async def activate(self, staged: dict[str, EpisodeId]) -> None:
-        self._targets.update(staged)
+    def write_ended(self, checkpoint_id: str, durable: bool) -> None:
+        self._state.made.ended(checkpoint_id, durable)
 
-    async def discard(self, staged: Any) -> None:
-        return None
+    async def stage(self, records: Sequence[Record], scope: RestoreScope) -> StagedPolicy:
+        return await self._state.stage(records, scope, self._budget)
+
+    async def activate(self, staged: StagedPolicy) -> None:
+        await self._state.activate(staged)
+
+    async def discard(self, staged: StagedPolicy) -> None:
+        await self._state.discard(staged)
 
     async def retire(self, episode: EpisodeId, budget: Budget) -> None:
+        self._state.drop_covered(episode)
         self.admission.wake(episode.rollout_id)
-        target = self._targets.get(episode.rollout_id)
-        if target is not None and covers(episode, target):
-            del self._targets[episode.rollout_id]
         await self._gate.retire(episode, budget)
+        await self._state.fence(episode, budget)
 
     def check_forget(self, rollout_id: str, through_attempt: int) -> None:
         calls = self._gate.of_rollout(rollout_id)
@@ -113,12 +176,7 @@ class PolicyModelOwner(OwnerDefaults):
         return None
 
     def restored_pending(self) -> frozenset[EpisodeId]:
-        return frozenset(self._targets.values())
+        return frozenset(self._state.targets())
 
     async def delete_restored(self, episode: EpisodeId) -> None:
-        self._started(episode)
-
-    def _here(self, rollout_id: str) -> list[EpisodeId]:
-        target = self._targets.get(rollout_id)
-        calls = [ticket.episode for ticket in self._gate.of_rollout(rollout_id)]
-        return [*calls, target] if target is not None else calls
+        await self._state.delete(episode)

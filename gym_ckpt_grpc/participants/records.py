@@ -1,13 +1,13 @@
 """What each kind checkpoints: one frozen class per kind, converted to and from storage's `Record`.
 
 Reading is strict: an unknown field or payload, a wrong type, another schema or a newer version is InvalidState,
-which the control plane reports as STATE_CORRUPT naming the episode.
+which the control plane reports as STATE_CORRUPT naming the episode. Older versions are migrated first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gym_ckpt_grpc.control.ports import HookFailed, InvalidState
@@ -15,6 +15,10 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import Payload, PayloadRefused, Record, encode
 
 VERSION = 1
+"""Schema version of what is written: one for all kinds, raised by a change of any."""
+
+MIGRATIONS: dict[tuple[str, int], Callable[[Record], Record]] = {}
+"""(schema, version) -> the step from that version to the next. A kind that a version did not change has none."""
 
 
 def payload(value: Any, episode: EpisodeId, what: str) -> Payload:
@@ -32,9 +36,9 @@ class Reader:
         self.episode = record.episode
         if record.schema != schema:
             raise self.invalid(f"is a {record.schema!r} record, not {schema!r}")
-        if record.schema_version != VERSION:
-            raise self.invalid(f"has schema version {record.schema_version}, this server reads {VERSION}")
-        self._record = record
+        if record.schema_version > VERSION:
+            raise self.invalid(f"has schema version {record.schema_version}, this server reads up to {VERSION}")
+        self._record = record = _migrated(record)
         self._left = {*record.fields, *(f"payload {name}" for name in record.payloads)}
 
     def text(self, name: str) -> str:
@@ -43,6 +47,10 @@ class Reader:
         if not isinstance(value, str) or not value:
             raise self.invalid(f"has {name} {value!r:.80}, not a text")
         return value
+
+    def optional_text(self, name: str) -> str | None:
+        """A text field, or None if it is not there."""
+        return self.text(name) if name in self._record.fields else None
 
     def count(self, name: str) -> int:
         """An integer field >= 0."""
@@ -84,6 +92,15 @@ class Reader:
         return self._record.fields[name]
 
 
+def _migrated(record: Record) -> Record:
+    """The record as this version would have written it, brought here one version at a time."""
+    for version in range(record.schema_version, VERSION):
+        if step := MIGRATIONS.get((record.schema, version)):
+            record = step(record)
+        record = replace(record, schema_version=version + 1)
+    return record
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentRecord:
     """An episode of an environment. boundary: None means start over from input."""
@@ -114,11 +131,13 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """A native session of an agent.
+    """A native session of an agent, or a legacy run.
 
     session: the author's state. boundary: loop state, or None. seed: digest of the seed's body and its reply, so
     that the same seed again is known. activation: last completed index and its reply. kept_replies: replies of the
-    policy that were on the wire when admission closed, by request digest.
+    policy that were on the wire when admission closed, by request digest. protocol_boundary: the step at which a
+    legacy run goes on; None for a native session, and for a run that starts over from input. cookie_session_id:
+    the id under which a legacy run's author finds the session in its own cookie, or None.
     """
 
     SCHEMA = "gymckpt.agent"
@@ -131,6 +150,8 @@ class AgentRecord:
     activations: int = 0
     activation_reply: Any = None
     kept_replies: Mapping[str, Any] = field(default_factory=dict)
+    protocol_boundary: Any = None
+    cookie_session_id: str | None = None
 
     def to_record(self) -> Record:
         parts = {"session": self.session}
@@ -139,15 +160,14 @@ class AgentRecord:
             "seed": dict(self.seed) or None,
             "activation_reply": self.activation_reply,
             "kept_replies": dict(self.kept_replies) or None,
+            "protocol_boundary": self.protocol_boundary,
         }
         parts |= {name: value for name, value in optional.items() if value is not None}
-        return Record(
-            self.episode,
-            self.SCHEMA,
-            VERSION,
-            fields={"session_key": self.session_key, "activations": self.activations},
-            payloads={name: payload(value, self.episode, name) for name, value in parts.items()},
-        )
+        fields: dict[str, Any] = {"session_key": self.session_key, "activations": self.activations}
+        if self.cookie_session_id is not None:
+            fields["cookie_session_id"] = self.cookie_session_id
+        payloads = {name: payload(value, self.episode, name) for name, value in parts.items()}
+        return Record(self.episode, self.SCHEMA, VERSION, fields=fields, payloads=payloads)
 
     @classmethod
     def from_record(cls, record: Record) -> AgentRecord:
@@ -164,6 +184,8 @@ class AgentRecord:
             reader.count("activations"),
             reader.optional("activation_reply"),
             reader.mapping("kept_replies"),
+            reader.optional("protocol_boundary"),
+            reader.optional_text("cookie_session_id"),
         )
         reader.end()
         return made

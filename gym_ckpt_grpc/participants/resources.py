@@ -15,7 +15,8 @@ from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.ports import Closing, EpisodeListKind, Opening, OwnerDefaults, OwnerPort, RecordBatch
 from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, GateRequest, Held, Reply, Visit
 from gym_ckpt_grpc.participants.blocking import Blocking, Clock
-from gym_ckpt_grpc.participants.names import DataPlaneNames
+from gym_ckpt_grpc.participants.mcp import SessionTokens
+from gym_ckpt_grpc.participants.names import DataPlaneNames, header
 from gym_ckpt_grpc.participants.reports import batches, covers, make_report, run_side_by_side
 from gym_ckpt_grpc.participants.resource_sessions import (
     Request,
@@ -44,7 +45,8 @@ class ResourcesSettings:
     """How a resources server takes part.
 
     mode, verify: see ResourcesMode and VerifyMode. require_identity: refuse a seed that names no rollout.
-    session_of, session_after: where the session id stands. Paths are compared by their end.
+    session_of, session_after: where the session id stands. tokens: the server's MCP route is gated by the session of
+    the token in `session_header`. Paths are compared by their end; seeds may have several.
     """
 
     mode: ResourcesMode = ResourcesMode.RESTART_ONLY
@@ -53,9 +55,11 @@ class ResourcesSettings:
     max_waiting: int = MAX_WAITING
     session_of: SessionOf = _cookie_before
     session_after: SessionAfter = _cookie_after
-    seed_path: str = "/seed_session"
+    tokens: SessionTokens | None = None
+    seed_path: str | tuple[str, ...] = "/seed_session"
     verify_path: str = "/verify"
     close_path: str = "/close_session"
+    mcp_path: str = "/mcp"
 
 
 class ResourcesOwner(OwnerDefaults):
@@ -96,11 +100,17 @@ class ResourcesOwner(OwnerDefaults):
 
     async def enter(self, request: GateRequest) -> Visit:
         """Hold, admit and count, or refuse one request. Raises RolloutIdRequired, StaleAttempt."""
-        session_id = self.settings.session_of(request)
+        session_id = self._session_id(request)
         return await self.admission.admit(lambda: self._attempt(request, session_id), self._whose(request, session_id))
 
     def reply_headers(self) -> Mapping[str, str]:
         return {}
+
+    def _session_id(self, request: GateRequest) -> str | None:
+        tokens = self.settings.tokens
+        if tokens is not None and request.path.endswith(self.settings.mcp_path):
+            return tokens.read(header(request.headers, self.names.session_header))
+        return self.settings.session_of(request)
 
     def _whose(self, request: GateRequest, session_id: str | None) -> EpisodeId | None:
         session = self._sessions.get(session_id)

@@ -96,6 +96,7 @@ class ResourcesState:
         """Check everything, and let the author's hook install it behind the closed gate."""
         check_overlap(scope, self.admission, self._here, unattributed)
         made: dict[str, RestoredState] = {}
+        sources: dict[EpisodeId, EpisodeId] = {}
         for record, target in targets_of(records, scope):
             if self.mode is ResourcesMode.RESTART_ONLY:
                 raise InvalidState(
@@ -105,8 +106,15 @@ class ResourcesState:
             if source.session_id in made or self.sessions.get(source.session_id) is not None:
                 raise InvalidState(f"session {source.session_id} of {record.episode} exists already", record.episode)
             made[source.session_id] = RestoredState(source.session_id, target, source.state)
+            sources[target] = record.episode
         if made and self.mode is ResourcesMode.EXPORTED and self.hooks is not None:
-            await self.hooks.restore_sessions(list(made.values()))
+            try:
+                await self.hooks.restore_sessions(list(made.values()))
+            except InvalidState as error:
+                if error.episode in sources:
+                    # The author knows the attempt to come; who looks for the record needs the one it stands under.
+                    error.episode = sources[error.episode]
+                raise
         return StagedSessions([ResourceSession(each.session_id, each.episode) for each in made.values()])
 
     def _here(self, rollout_id: str) -> list[EpisodeId]:

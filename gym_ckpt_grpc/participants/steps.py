@@ -130,15 +130,20 @@ class StepTracker:
         deadline: Deadline | None = None,
         restart: bool = False,
         task: asyncio.Task[Any] | None = None,
+        within: Live | None = None,
     ) -> Live:
         """Start to track the execution of `task` (the current one by default).
 
-        boundary: the restored one, at which it is exported until it records another. Raises InvalidArgument if
-        the key is live, StaleAttempt if what lives there is being retired.
+        boundary: the restored one, at which it is exported until it records another. within: the execution that
+        this one is a part of: it is a restart if that is one, and from then on. Raises InvalidArgument if the key
+        is live, StaleAttempt if what lives there is being retired.
         """
         self.check_free(key)
+        restart = restart or (within is not None and within.restart)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         live = Live(key, episode, Cancellable(task), ended, deadline, boundary, restart)
+        if within in self._late_marks:
+            self._late_marks.append(live)
         self.live[key] = live
         self._by_rollout.setdefault(episode.rollout_id, {})[key] = live
         if restart:

@@ -14,9 +14,13 @@ class WriteStopped(GymCkptError):
 
 
 class StopFlag:
-    """Shared by a write and who may stop it. The publication lock is held for one rename and one create."""
+    """Shared by a write and who may stop it. The publication lock is held for one rename and one create.
+
+    published: whether the write has given its files their final names.
+    """
 
     def __init__(self) -> None:
+        self.published = False
         self._stopped = threading.Event()
         self._publication = threading.Lock()
 
@@ -48,3 +52,4 @@ class StopFlag:
         with self._publication:
             self.check()
             yield
+            self.published = True

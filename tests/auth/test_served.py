@@ -23,7 +23,8 @@ from tests.control.scripted import Participant, context, typed
 
 SEE, DO = "marker-observer", "marker-controller"
 TOKENS: dict[Role, TokenSource] = {Role.OBSERVER: TokenValue(SEE), Role.CONTROLLER: TokenValue(DO)}
-SERVED = sorted(method for method in ROLES if "Coordinator" not in method and "reflection.v1.Server" not in method)
+ELSEWHERE = ("Coordinator", "Generation", "reflection.v1.Server")
+SERVED = sorted(method for method in ROLES if not any(word in method for word in ELSEWHERE))
 MUTATING = [
     "/gymckpt.v1.ParticipantService/" + method.name
     for method in participant_pb2.DESCRIPTOR.services_by_name["ParticipantService"].methods

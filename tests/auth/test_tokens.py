@@ -37,6 +37,9 @@ def test_roles(authenticator: Authenticator) -> None:
             authenticator.check("/gymckpt.v1.ParticipantService/New", bearer(token))
     peer = Authenticator({Role.PEER: TokenValue("p")})
     for method in ROLES:
+        if "/gymckpt.v1.GenerationService/" in method:
+            peer.check(method, bearer("p"))
+            continue
         with pytest.raises(PermissionDenied):
             peer.check(method, bearer("p"))
 

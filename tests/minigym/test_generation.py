@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from gym_ckpt_grpc.minigym import blackjack, counter
+from gym_ckpt_grpc.minigym import generation as generation_module
 from gym_ckpt_grpc.minigym.generation import (
     LONGEST_REPLY,
     MAX_SEED,
     SHORTEST_REPLY,
     Generation,
+    Sampling,
     Token,
     assistant_message,
     chosen_call,
@@ -91,6 +94,7 @@ def test_new_weights_change_the_words_but_not_where_the_reply_ends() -> None:
     assert (old.weight_version, new.weight_version) == (0, 1)
 
 
+@pytest.mark.behaviour("P320")
 @pytest.mark.parametrize("seed", [0, 11, MAX_SEED])
 def test_cut_anywhere_and_continued_a_reply_is_the_same(seed: int) -> None:
     """For every cut position from none to all tokens: ids, text, log-probabilities and finish reason."""
@@ -133,6 +137,50 @@ def test_a_limit_cuts_a_reply_without_changing_it() -> None:
         short.advance(0)
     assert (short.ids, short.finish_reason) == (whole.ids[:10], "length")
     assert chosen_call(short.ids, counter.TOOLS) is None
+
+
+def test_sampling_takes_the_likeliest_or_keeps_a_share_of_them() -> None:
+    """Of many places: temperature 0 and a tiny top_p agree, and what they take is what plain sampling takes most."""
+    digest, agreed, greedy_seen = _digest(5), 0, 0
+    for seed in range(60):
+        cold = next_token(seed, digest, [], 0, Sampling(temperature=0))
+        assert cold.logprob == 0.0
+        assert next_token(seed, digest, [], 0, Sampling(top_p=1e-9)) == cold
+        plain = next_token(seed, digest, [], 0)
+        agreed += plain.id == cold.id
+        hot = next_token(seed, digest, [], 0, Sampling(temperature=2.0))
+        cool = next_token(seed, digest, [], 0, Sampling(temperature=0.5))
+        assert all(token.logprob <= 0 for token in (plain, hot, cool))
+        if plain.id == hot.id == cool.id == cold.id:
+            greedy_seen += 1
+            assert hot.logprob <= plain.logprob <= cool.logprob
+    assert 0 < agreed < 60
+    assert greedy_seen
+
+
+def test_the_probabilities_of_a_place_are_those_that_its_tokens_report() -> None:
+    """Every candidate's own probability, found by moving the mark over the whole of it, sums up to one."""
+    weights = {70: 5.0, 71: 2.0, 72: 1.0}
+    marks = [step / 800 for step in range(800)]
+    chosen = [generation_module._choose(weights, mark) for mark in marks]
+    for candidate, weight in weights.items():
+        share = [token for token in chosen if token.id == candidate]
+        assert len(share) / 800 == weight / 8
+        assert math.exp(share[0].logprob) == pytest.approx(weight / 8)
+    assert generation_module._shape(weights, Sampling(top_p=0.7)) == {70: 1.0, 71: 0.4}
+
+
+def test_a_reply_ends_with_the_stop_text_that_it_meets() -> None:
+    whole = text_of(_reply(5).ids)
+    word = whole.split()[3]
+    generation = Generation(_digest(5), 5, limit=1000, stop=["never said", word])
+    while generation.finish_reason is None:
+        generation.advance(0)
+    assert (generation.finish_reason, generation.stop_reason) == ("stop", word)
+    text = text_of(generation.ids)
+    assert whole.startswith(text)
+    assert text.endswith(word)
+    assert chosen_call(generation.ids, counter.TOOLS) is None
 
 
 def test_impossible_prefixes_are_refused() -> None:

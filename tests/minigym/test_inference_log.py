@@ -19,7 +19,7 @@ from gym_ckpt_grpc.minigym.inference_log import (
 )
 
 _CALL = {"call_id": "c1", "rollout_id": "0-0", "attempt": 0, "turn": 2}
-_START = {**_CALL, "messages": 5, "context_digest": "ab"}
+_START = {**_CALL, "messages": 5, "context_digest": "ab", "continued_from": "", "reused": 0}
 _END = {**_CALL, "tokens": 20, "ids_digest": "cd", "finish_reason": "stop"}
 
 
@@ -105,11 +105,12 @@ def test_calls_are_matched_within_their_life_and_show_how_they_ended(tmp_path: P
         ("tokens", {**_CALL, "tokens": 16}),
         ("cancelled", {**_CALL, **other, "tokens": 3, "ids_digest": "ef"}),
     )
-    _log(path, ("start", {**_START, "attempt": 1}), ("end", {**_END, "attempt": 1}), life=2)
+    cut = {"attempt": 1, "continued_from": "c0", "reused": 7}
+    _log(path, ("start", {**_START, **cut}), ("end", {**_END, "attempt": 1}), life=2)
     assert calls_of(read_rows(path)) == [
         Call(1, "c1", "0-0", 0, 2, 5, "ab", tokens=16),
         Call(1, "c2", "0-0", 0, 2, 5, "ab", tokens=3, outcome="cancelled", ids_digest="ef"),
-        Call(2, "c1", "0-0", 1, 2, 5, "ab", tokens=20, outcome="end", ids_digest="cd"),
+        Call(2, "c1", "0-0", 1, 2, 5, "ab", tokens=20, outcome="end", ids_digest="cd", continued_from="c0", reused=7),
     ]
 
 

@@ -54,6 +54,7 @@ class _Worker:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.behaviour("P319")
 async def test_a_reply_is_the_same_in_every_life_and_attempt_and_is_logged(tmp_path: Path) -> None:
     async with Supervisor(tmp_path) as supervisor, aiohttp.ClientSession() as session:
         worker = _Worker(tmp_path, supervisor, session)

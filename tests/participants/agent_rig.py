@@ -27,14 +27,16 @@ GATE = {"X-GymCkpt-Gate": "policy/other-incarnation"}
 class AgentRig:
     """An owner, its author's hooks, and a loop of two turns: boundary, policy call, boundary, reply."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: AgentSettings | None = None) -> None:
         self.clock = FakeClock()
-        self.owner = AgentOwner(self, AgentSettings(close_receipts_for=300), clock=self.clock)
+        self.owner = AgentOwner(self, settings or AgentSettings(close_receipts_for=300), clock=self.clock)
         self.port = FakePort(ParticipantKind.AGENT)
         self.owner.attach(self.port)
         self.states: dict[str, Any] = {}
         self.hooks: list[tuple[str, list[str]]] = []
         self.retire_gate: asyncio.Event | None = None
+        self.restore_gate: asyncio.Event | None = None
+        self.restore_error: Exception | None = None
         self.policy = PolicyClient(self.send, service="policy")
         self.policy.gated = True
         self.requests: list[PolicyRequest] = []
@@ -49,9 +51,13 @@ class AgentRig:
 
     async def restore_sessions(self, sessions: Sequence[RestoredSession]) -> None:
         self.hooks.append(("restore", [each.key for each in sessions]))
+        if self.restore_gate is not None:
+            await self.restore_gate.wait()
         if any(each.state == "bad" for each in sessions):
             raise InvalidState("bad state")
         self.states |= {each.key: each.state for each in sessions}
+        if self.restore_error is not None:
+            raise self.restore_error
 
     async def retire_session(self, key: str) -> None:
         self.hooks.append(("retire", [key]))

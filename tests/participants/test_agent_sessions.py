@@ -333,6 +333,7 @@ async def test_deleting_one_restored_session_frees_only_that_one(rig: AgentRig) 
     assert other.states == {"k": {"of": "k"}, "m": {"of": "m"}}
 
 
+@pytest.mark.behaviour("P182")
 async def test_unclaimed_restored_sessions_are_exported_again_and_continue_as_the_one_after(rig: AgentRig) -> None:
     await rig.seed()
     running = rig.invoke()

@@ -6,7 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from gym_ckpt_grpc.control import Budget, Closing, EpisodeListKind, Opening, OwnerPort, RecordBatch, StateOwner
+from gym_ckpt_grpc.control import (
+    Budget,
+    Closing,
+    CommitExtra,
+    EpisodeListKind,
+    Opening,
+    OwnerPort,
+    RecordBatch,
+    StateOwner,
+)
 from gym_ckpt_grpc.control.ports import HookFailed
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
@@ -143,8 +152,11 @@ class FaultyOwner:
     async def release_exported(self, episodes: Sequence[EpisodeId]) -> None:
         await self.inner.release_exported(episodes)
 
-    def commit_extra(self, records: Sequence[Record]) -> Mapping[str, Any]:
+    def commit_extra(self, records: Sequence[Record]) -> CommitExtra:
         return self.inner.commit_extra(records)
+
+    def write_ended(self, checkpoint_id: str, durable: bool) -> None:
+        self.inner.write_ended(checkpoint_id, durable)
 
     def accept_manifest_extra(self, extra: Mapping[str, Any]) -> None:
         self.inner.accept_manifest_extra(extra)

@@ -11,12 +11,12 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from gym_ckpt_grpc.auth import ROLES
-from gym_ckpt_grpc.protocol import rules
+from gym_ckpt_grpc.protocol import generation_validation, rules
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, Violation
 from gym_ckpt_grpc.protocol.ids import MAX_ATTEMPT
 from gym_ckpt_grpc.protocol.phases import Operation
 from gym_ckpt_grpc.protocol.validation import MAX_RETIRE, MAX_VIOLATIONS, RULES, validate
-from gymckpt.v1 import coordinator_pb2, episode_pb2, participant_pb2
+from gymckpt.v1 import coordinator_pb2, episode_pb2, generation_pb2, participant_pb2
 from gymckpt.v1 import participant_pb2 as pb
 
 SERVICE = participant_pb2.DESCRIPTOR.services_by_name["ParticipantService"]
@@ -69,7 +69,9 @@ def test_the_tables_have_exactly_the_rpcs_of_the_contract() -> None:
     """Validation, roles and legality list every RPC; a new one fails here until it is in each."""
     rpcs = {method.name for method in SERVICE.methods}
     assert set(RULES) == rpcs
-    served = [SERVICE, coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]]
+    generation = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+    assert set(generation_validation.RULES) == {method.name for method in generation.methods}
+    served = [SERVICE, coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"], generation]
     ours = {f"/{service.full_name}/{method.name}" for service in served for method in service.methods}
     assert {method for method in ROLES if method.startswith("/gymckpt.")} == ours
     words = {"".join(part.title() for part in operation.value.split("_")) for operation in Operation}

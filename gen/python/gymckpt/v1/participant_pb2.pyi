@@ -881,6 +881,7 @@ class CommitResponse(_message.Message):
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
     RELEASE_PROBLEM_FIELD_NUMBER: _builtins.int
+    STAGING_KEYS_FIELD_NUMBER: _builtins.int
     manifest_digest: _builtins.str
     """Required. sha256 of the manifest's bytes, lower-case hex."""
     record_count: _builtins.int
@@ -909,6 +910,12 @@ class CommitResponse(_message.Message):
     def left_out(self) -> _episode_pb2.EpisodeList:
         """As in Capture, at most 1,000."""
 
+    @_builtins.property
+    def staging_keys(self) -> Global___StagingKeys:
+        """Only from a policy model server with a capture ledger: the staged tokens that the records name. All of them stand
+        in the file `staging_keys` of the part, by capture key.
+        """
+
     def __init__(
         self,
         *,
@@ -923,14 +930,47 @@ class CommitResponse(_message.Message):
         restart_count: _builtins.int = ...,
         replayed: _builtins.bool = ...,
         release_problem: _builtins.str = ...,
+        staging_keys: Global___StagingKeys | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["left_out", b"left_out", "participant", b"participant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["left_out", b"left_out", "participant", b"participant", "staging_keys", b"staging_keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "deleting", b"deleting", "left_out", b"left_out", "left_out_count", b"left_out_count", "manifest_digest", b"manifest_digest", "participant", b"participant", "record_count", b"record_count", "release_problem", b"release_problem", "replayed", b"replayed", "restart_count", b"restart_count", "without_record_count", b"without_record_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "deleting", b"deleting", "left_out", b"left_out", "left_out_count", b"left_out_count", "manifest_digest", b"manifest_digest", "participant", b"participant", "record_count", b"record_count", "release_problem", b"release_problem", "replayed", b"replayed", "restart_count", b"restart_count", "staging_keys", b"staging_keys", "without_record_count", b"without_record_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
+
+@_typing.final
+class StagingKeys(_message.Message):
+    """Keys of staged tokens, each once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """How many."""
+    digest: _builtins.str
+    """SHA-256, lower-case hex, of all of them, sorted by their UTF-8 bytes, each followed by a newline."""
+    @_builtins.property
+    def first(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The first 1,000 in that order."""
+
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        first: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "digest", b"digest", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagingKeys: _TypeAlias = StagingKeys  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):

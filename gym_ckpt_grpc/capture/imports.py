@@ -1,0 +1,113 @@
+"""Rows of a restore, written beside the live ledgers: all that can fail for want of space happens here.
+
+Each import has a directory of its own under `imports/` and holds the lock in it, so that what a killed process left
+behind is told from what is at work, and removed by the next import.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gym_ckpt_grpc.capture.ledger_files import CANCELLED, END, LedgerFiles, Lock, locked
+from gym_ckpt_grpc.capture.ledger_names import ROWS, LedgerPaths, name_of
+from gym_ckpt_grpc.capture.rows import AnyRow, check_fields, line_of
+from gym_ckpt_grpc.control import Row
+from gym_ckpt_grpc.protocol.errors import StateUnwritable, UsageError
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+
+log = logging.getLogger(__name__)
+
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """An import that is written. files: target -> the file with its rows, None for a target without rows."""
+
+    directory: str
+    files: Mapping[EpisodeId, str | None]
+    lock: Lock
+
+
+def write_import(
+    files: LedgerFiles, paths: LedgerPaths, rows: Mapping[EpisodeId, Sequence[Row]], *, sync: bool
+) -> WrittenRows:
+    """Write the rows of each target. sync: make them durable.
+
+    Raises ValueError naming target and row, UsageError for two attempts of a rollout, StateUnwritable; nothing is
+    left then.
+    """
+    if len({target.rollout_id for target in rows}) != len(rows):
+        raise UsageError("an import has two attempts of one rollout")
+    decoded: dict[EpisodeId, list[AnyRow]] = {}
+    for target, fields in rows.items():
+        try:
+            decoded[target] = check_fields(fields)
+        except ValueError as error:
+            raise ValueError(f"{target}: {error}") from error
+    directory, lock = _begin(files, paths)
+    try:
+        written = {
+            target: _write(files, directory, target, each, sync=sync) if each else None
+            for target, each in decoded.items()
+        }
+    except BaseException:
+        with suppress(StateUnwritable):  # what is left is removed by the next import
+            _remove(files, directory)
+        lock.release()
+        raise
+    return WrittenRows(directory, written, lock)
+
+
+def _begin(files: LedgerFiles, paths: LedgerPaths) -> tuple[str, Lock]:
+    """Make a directory and lock it, after removing those that nobody holds."""
+    with locked(files, paths.lock):
+        files.make_dirs(paths.imports)
+        for name in files.names(paths.imports):
+            left = posixpath.join(paths.imports, name)
+            abandoned = files.lock(posixpath.join(left, _LOCK), wait=False)
+            if abandoned is not None:
+                try:
+                    _remove(files, left)
+                finally:
+                    abandoned.release()
+        directory = posixpath.join(paths.imports, uuid.uuid4().hex)
+        files.make_dirs(directory)
+        lock = files.lock(posixpath.join(directory, _LOCK))
+    if lock is None:
+        raise StateUnwritable(f"cannot lock {directory!r}: it is gone")
+    return directory, lock
+
+
+def _write(files: LedgerFiles, directory: str, target: EpisodeId, rows: Sequence[AnyRow], *, sync: bool) -> str:
+    path = posixpath.join(directory, name_of(target) + ROWS)
+    sink = files.create(path)
+    try:
+        # The first line names the file: who follows the target's ledger sees that it is another one now.
+        sink.write(uuid.uuid4().hex.encode() + CANCELLED + END + b"".join(map(line_of, rows)))
+        if sync:
+            sink.sync()
+    finally:
+        sink.close()
+    return path
+
+
+def remove_import(files: LedgerFiles, written: WrittenRows) -> None:
+    """Remove what of an import was not put in place. Safe to repeat; never raises."""
+    try:
+        _remove(files, written.directory)
+    except StateUnwritable as error:
+        log.warning("an import was left behind, which the next one removes: %s", error)
+    finally:
+        written.lock.release()
+
+
+def _remove(files: LedgerFiles, directory: str) -> None:
+    for name in files.names(directory):
+        files.remove(posixpath.join(directory, name))
+    files.remove_dir(directory)

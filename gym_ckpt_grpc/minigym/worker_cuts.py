@@ -1,0 +1,86 @@
+"""What a checkpoint can do with the calls of an inference worker: cut them, look for cuts, release cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gym_ckpt_grpc.capture import AsyncTokenStore, CutOutcome, CutReference, StoredCuts
+from gym_ckpt_grpc.control import BackendInfo, CallIdentity, CutPresence
+from gym_ckpt_grpc.minigym.worker_calls import WorkerCall
+from gym_ckpt_grpc.minigym.worker_controls import WorkerControls
+from gym_ckpt_grpc.protocol.errors import StateNotFound
+
+REMEMBERED = 1024
+"""Finished calls that can still be asked for: their replies may be held in front of this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedCut:
+    """One cut that was asked for, and what came of it, for tests."""
+
+    call: CallIdentity
+    outcome: CutOutcome
+
+
+class WorkerCuts:
+    """The worker's side of `GenerationService`. Of no use before `open`."""
+
+    def __init__(self, describe: Callable[[], BackendInfo], controls: WorkerControls) -> None:
+        self.asked: list[AskedCut] = []
+        self.released: list[str] = []
+        self._describe = describe
+        self._controls = controls
+        self._calls: dict[str, WorkerCall] = {}
+        self._ended: dict[str, WorkerCall] = {}  # in the order they ended
+        self._stored: StoredCuts | None = None
+
+    def open(self, tokens: AsyncTokenStore) -> None:
+        """Give it the token store."""
+        self._stored = StoredCuts(tokens)
+
+    def add(self, call: WorkerCall) -> None:
+        """A call has begun."""
+        self._calls[call.id] = call
+
+    def ended(self, call: WorkerCall) -> None:
+        """A call has ended. One that has its whole reply is remembered for a while."""
+        if self._calls.pop(call.id, None) is None or call.state != "end":
+            return
+        self._ended[call.id] = call
+        if len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    # ---- CutEngine
+
+    def describe(self) -> BackendInfo:
+        return self._describe()
+
+    async def cut(self, call: CallIdentity, age: float) -> CutOutcome:
+        await self._controls.before_cut()
+        outcome = await self._outcome(call)
+        self.asked.append(AskedCut(call, outcome))
+        return outcome
+
+    async def _outcome(self, asked: CallIdentity) -> CutOutcome:
+        call = self._calls.get(asked.model_call_id) or self._ended.get(asked.model_call_id)
+        if call is None:
+            return CutOutcome.not_found()
+        if call.staged is None:
+            return CutOutcome.uncuttable("the call is not captured")
+        if call.staged.admission.capture_key != asked.episode.capture_key:
+            return CutOutcome.uncuttable(f"the call belongs to {call.staged.admission.capture_key}")
+        return CutOutcome.of(await call.staged.cut())
+
+    async def check(self, cuts: Sequence[CutReference]) -> Sequence[CutPresence]:
+        return await self._store.check(cuts)
+
+    async def release(self, cut_ids: Sequence[str]) -> Sequence[bool]:
+        self.released += cut_ids
+        return await self._store.release(cut_ids)
+
+    @property
+    def _store(self) -> StoredCuts:
+        if self._stored is None:
+            raise StateNotFound("this worker has no token store")
+        return self._stored
