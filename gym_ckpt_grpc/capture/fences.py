@@ -97,21 +97,26 @@ class Fences:
         changes: rollout id -> last fenced attempt or NONE, each other than what `read` gives. The caller has the
         ledger's lock. Raises StateUnwritable: then they hold for now or not at all, and may not be durable.
         """
+        # Reading goes on meanwhile: a sync may take long.
         with self._mutex:
             self._read()
-            if self._doubtful or self._entries + len(changes) > 2 * len(self._through) + SLACK:
-                self._rewrite({**self._through, **changes})
-                return
-            if not changes:
-                self._sync()
-                return
-            try:
-                there = append_line(self._files, self._path, _line(changes), sync=True)
-            except StateUnwritable:
-                self._doubtful = True
-                raise
-            if not there:
-                raise StateCorrupt(f"{self._path!r} is gone")
+            through = {**self._through, **changes}
+            superseded = self._entries + len(changes) - len(self._through)
+        if self._doubtful or superseded > len(through) + SLACK:
+            self._rewrite(through)
+        elif changes:
+            self._append(changes)
+        else:
+            self._sync()
+
+    def _append(self, changes: Mapping[str, int]) -> None:
+        try:
+            there = append_line(self._files, self._path, _line(changes), sync=True)
+        except StateUnwritable:
+            self._doubtful = True
+            raise
+        if not there:
+            raise StateCorrupt(f"{self._path!r} is gone")
 
     def _sync(self) -> None:
         try:

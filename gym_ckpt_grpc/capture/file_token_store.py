@@ -82,7 +82,6 @@ class FileTokenStore:
         # not deleted are kept: once everything is read that is one per key, or several that were put side by side.
         self._places: dict[str, dict[tuple[str, int], _Place]] = {}
         self._deleted: set[tuple[str, int]] = set()
-        self._own = ""
         self._appender = -1
 
     def put(self, records: Sequence[TokenRecord]) -> None:
@@ -158,9 +157,9 @@ class FileTokenStore:
             self._end_log()
 
     def _begin_log(self) -> None:
-        self._own = f"{uuid.uuid4().hex}{SUFFIX}"
+        path = self.directory / f"{uuid.uuid4().hex}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._appender = os.open(self.directory / self._own, flags, 0o600)
+        self._appender = os.open(path, flags, 0o600)
         try:
             with suppress(OSError):  # without locks nobody may remove logs, which is all that they are for
                 fcntl.flock(self._appender, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +173,7 @@ class FileTokenStore:
     def _end_log(self) -> None:
         if self._appender >= 0:
             os.close(self._appender)
-        self._appender, self._own = -1, ""
+        self._appender = -1
 
     # ---- reading
 
@@ -266,9 +265,9 @@ class FileTokenStore:
         self._deleted = {where for where in self._deleted if where[0] != log.name}
 
     def _remove_spent(self) -> None:
-        """Remove logs in which nothing counts any more and that nobody writes."""
+        """Remove logs in which nothing counts any more and that nobody writes, this process included."""
         for log in list(self._logs.values()):
-            if log.name == self._own or not _spent(log, self._logs):
+            if not _spent(log, self._logs):
                 continue
             with suppress(OSError):
                 fcntl.flock(log.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -66,7 +66,6 @@ MAX_INDEXES = 4096
 """Rollouts whose rows are kept indexed in memory; those of others are read again when they call."""
 MAX_COUNTERS = 65_536
 """Rollouts whose last admission numbers are remembered beyond what their rows tell."""
-
 MAX_PENDING = 65_536
 """Admitted calls without a row that are remembered; calls that end without one are the first to go."""
 
@@ -88,6 +87,7 @@ class CaptureLedger:
         self._mutex = threading.Lock()
         self._indexes: Recent[ParentIndex] = Recent(MAX_INDEXES)
         self._numbers: Recent[int] = Recent(MAX_COUNTERS)
+        self._named: Recent[bool] = Recent(MAX_COUNTERS)
         self._contexts: OrderedDict[str, Context] = OrderedDict()
         self._files.make_dirs(self._paths.rows)
         with locked(self._files, self._paths.lock):
@@ -210,20 +210,28 @@ class CaptureLedger:
 
     def _append(self, admission: CaptureAdmission, row: AnyRow, key: str) -> bool:
         episode = EpisodeId.from_capture_key(admission.capture_key)
-        path, line, made = self._paths.rows_of(episode), line_of(row), False
-        # Again only if the file was removed or made by someone else in between.
-        while not append_line(self._files, path, line, sync=self._sync_rows):
-            if not self._fences.covers(episode):
-                made = create_new(self._files, path)
-                if not (made and self._fences.covers(episode)):
-                    continue
-                self._remove_made(episode)
+        kept = self._append_line(episode, line_of(row))
+        if not kept:
             log.warning("a row of %s was dropped, the attempt is fenced; its tokens are staged under %s", episode, key)
-            return False
-        if made and self._sync_rows:
-            self._files.sync_dir(self._paths.rows)
         with self._mutex:
             self._contexts.pop(admission.call_id, None)
+        return kept
+
+    def _append_line(self, episode: EpisodeId, line: bytes) -> bool:
+        path, made = self._paths.rows_of(episode), False
+        # Again only if the file was removed or made by someone else in between.
+        while not append_line(self._files, path, line, sync=self._sync_rows):
+            if self._fences.covers(episode):
+                return False
+            made = create_new(self._files, path)
+            if made and self._fences.covers(episode):
+                self._remove_made(episode)
+                return False
+        if self._sync_rows and (made or not self._named.get(episode)):
+            # Also once by who found the file: the process that made it may not have come to this.
+            self._files.sync_dir(self._paths.rows)
+            with self._mutex:
+                self._named.put(episode, True)
         return True
 
     def _remove_made(self, episode: EpisodeId) -> None:
@@ -394,6 +402,7 @@ class CaptureLedger:
         with self._mutex:
             self._indexes.drop(rollouts)
             self._numbers.drop(rollouts)
+            self._named.drop(rollouts)
 
 
 def _mismatch(admission: CaptureAdmission, coordinates: Coordinates) -> str:

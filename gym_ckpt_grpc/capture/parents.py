@@ -30,7 +30,8 @@ def fingerprint(message: Message) -> str:
     """Digest of what the model authored in one assistant message. Raises InvalidArgument if it is no JSON."""
     authored = [_text(message.get("content"))]
     authored += [message.get(name) or "" for name in ("reasoning_content", "reasoning", "refusal")]
-    functions = [_get(call, "function") for call in message.get("tool_calls") or ()]
+    calls = message.get("tool_calls") or []
+    functions = [_get(call, "function") for call in (calls if isinstance(calls, list | tuple) else [calls])]
     if message.get("function_call"):
         functions.append(message["function_call"])
     authored.append([[_get(each, "name"), _get(each, "arguments")] for each in functions])
@@ -180,7 +181,7 @@ class ParentIndex:
 
     def _choose(self, context: Context, source: FileSource) -> Parent | None:
         lead = (context.lead_length, context.lead_digest)
-        candidates = self._candidates.get(context.turns, ()) if context.turns else ()
+        candidates = self._candidates.get(context.turns, ())  # a root has no turns, and a row always some
         found = [each for each in candidates if (each.context_length, each.context_digest) == lead]
         if len({(each.cumulative_hash, each.total_length) for each in found}) != 1:
             return None

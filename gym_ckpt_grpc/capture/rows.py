@@ -46,7 +46,7 @@ class _TokenRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     context_length: Natural
     context_digest: str
     output: str
-    continuation: str
+    continuation: Text
     fingerprint_version: Positive
     parent_id: str = ""
     staging_digest: str = ""
@@ -179,8 +179,4 @@ def read_rows(files: LedgerFiles, path: str, episode: EpisodeId) -> list[AnyRow]
 
     Of a call that has several the last one counts: an append that failed may have left its row all the same.
     """
-    found: dict[str, AnyRow] = {}
-    for _, _, row in decode_lines(_read_bytes(files, path), episode):
-        found.pop(row.call_id, None)
-        found[row.call_id] = row
-    return list(found.values())
+    return list({row.call_id: row for _, _, row in decode_lines(_read_bytes(files, path), episode)}.values())

@@ -2,6 +2,7 @@
 
 from gym_ckpt_grpc.integrations.asgi import CheckpointMiddleware as CheckpointMiddleware
 from gym_ckpt_grpc.integrations.asgi import Refusal as Refusal
+from gym_ckpt_grpc.integrations.asgi import RolloutPrefix as RolloutPrefix
 from gym_ckpt_grpc.integrations.asgi import answer_refusal as answer_refusal
 from gym_ckpt_grpc.integrations.asgi import episode_of as episode_of
 from gym_ckpt_grpc.integrations.asgi import visit_of as visit_of

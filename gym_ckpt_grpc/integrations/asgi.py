@@ -17,7 +17,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from gym_ckpt_grpc.participants import CALLER, Caller, CallerLeft, Gate, GateRequest, Reply, Visit, refusal_reply
+from gym_ckpt_grpc.participants import (
+    CALLER,
+    Caller,
+    CallerLeft,
+    DataPlaneNames,
+    Gate,
+    GateRequest,
+    Reply,
+    Visit,
+    refusal_reply,
+)
 from gym_ckpt_grpc.protocol.errors import ControlError, RolloutIdRequired, StaleAttempt
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 
@@ -112,6 +122,25 @@ class CheckpointMiddleware:
         finally:
             CALLER.reset(token)
             await body.close()
+
+
+class RolloutPrefix:
+    """With checkpointing off: takes the rollout prefix off the path, so that routes find `episode_of`; no gate."""
+
+    def __init__(self, app: App, names: DataPlaneNames | None = None) -> None:
+        self._app = app
+        self._names = names or DataPlaneNames()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            episode, path = self._names.split(scope["path"])
+        except ControlError as error:
+            await _send_refusal(error, send)
+            return
+        await self._app(_inner_scope(scope, episode, path), receive, send)
 
 
 class _ReplySender:

@@ -13,16 +13,22 @@ from gym_ckpt_grpc.integrations import episode_of
 from gym_ckpt_grpc.minigym.agent_loop import AgentLoop, Assignment
 from gym_ckpt_grpc.minigym.peers import Peers
 from gym_ckpt_grpc.minigym.resources_server import answer, body_of
-from gym_ckpt_grpc.participants import AgentOwner, PolicyClient, RestoredSession, SessionContext
+from gym_ckpt_grpc.participants import AgentOwner, DirectAgent, PolicyClient, RestoredSession, SessionContext
 
 
 class AgentServer:
     """Sessions, each with its assignment; its conversation is in its boundary."""
 
-    def __init__(self, peers: Peers, policy_url: str) -> None:
+    def __init__(self, peers: Peers, policy_url: str, *, checkpointing: bool = True) -> None:
         self._assignments: dict[str, Assignment] = {}
         self._loop = AgentLoop(peers, policy_url)
-        self.owner = AgentOwner(self)
+        self._sessions = AgentOwner(self) if checkpointing else DirectAgent()
+
+    @property
+    def owner(self) -> AgentOwner:
+        """The owner of its state; there is none with checkpointing off."""
+        assert isinstance(self._sessions, AgentOwner), "checkpointing is off"
+        return self._sessions
 
     @property
     def policy(self) -> PolicyClient:
@@ -49,16 +55,16 @@ class AgentServer:
             self._assignments[key] = Assignment.from_state(body)
             return {"agent_session_id": key}
 
-        return answer(await self.owner.seed(episode_of(request.scope), key, body, build))
+        return answer(await self._sessions.seed(episode_of(request.scope), key, body, build))
 
     async def _responses(self, request: Request) -> Response:
         key = (await body_of(request))["agent_session_id"]
-        index = request.headers.get(self.owner.names.activation_header)
+        index = request.headers.get(self._sessions.names.activation_header)
 
         async def loop(session: SessionContext, state: Any) -> dict[str, Any]:
             return await self._loop.run(session, self._assignments[session.key], state)
 
-        return answer(await self.owner.invoke(episode_of(request.scope), key, loop, index=index))
+        return answer(await self._sessions.invoke(episode_of(request.scope), key, loop, index=index))
 
     async def _close(self, request: Request) -> Response:
         key = (await body_of(request))["agent_session_id"]
@@ -67,7 +73,7 @@ class AgentServer:
             await self.retire_session(key)
             return {"closed": True}
 
-        return answer(await self.owner.close_session(episode_of(request.scope), key, free) or {"closed": True})
+        return answer(await self._sessions.close_session(episode_of(request.scope), key, free) or {"closed": True})
 
     # The hooks.
 

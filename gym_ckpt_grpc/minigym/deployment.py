@@ -86,7 +86,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         plan.tokens.mkdir(mode=0o700)
         for role in ("controller", "observer", "peer"):
             _write_secret(plan.token_file(role), secrets.token_urlsafe(32))
-        plan.fleet_file.write_text(yaml.safe_dump({"servers": plan._fleet_entries()}, sort_keys=False))
+        if topology.checkpointing:
+            plan.fleet_file.write_text(yaml.safe_dump({"servers": plan._fleet_entries()}, sort_keys=False))
         plan.file.write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
         return plan
 
@@ -149,7 +150,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def resources(self) -> dict[str, str]:
         """Name of each resources server, which is the kind of its tasks -> base of its routes."""
-        return {server.name: server.url for server in self.servers if server.kind == ParticipantKind.RESOURCES}
+        return {server.name: server.url for server in self.servers if server.role in self.topology.resources}
 
     def specs(self, *, life: int) -> Sequence[ProcessSpec]:
         """How to start every server; life: number of this one, from 1."""

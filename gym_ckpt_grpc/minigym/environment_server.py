@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from gym_ckpt_grpc.integrations import episode_of
 from gym_ckpt_grpc.minigym.peers import Peers, Reply, cookie
 from gym_ckpt_grpc.minigym.resources_server import answer, body_of
-from gym_ckpt_grpc.participants import DataPlaneNames, EnvironmentOwner, EpisodeContext
+from gym_ckpt_grpc.participants import DataPlaneNames, DirectEnvironment, EnvironmentOwner, EpisodeContext
 
 Stage = Literal["seed", "invoke_agent", "close_agent", "verify", "return"]
 AGENT_OPEN = ("seed", "invoke_agent", "close_agent")
@@ -24,14 +24,22 @@ AGENT_OPEN = ("seed", "invoke_agent", "close_agent")
 class EnvironmentServer:
     """`/run`: seed, invoke the agent, close its session, verify, return.
 
-    resources: kind of task -> base URL of its resources server.
+    resources: kind of task -> base URL of its resources server. checkpointing: False runs episodes directly.
     """
 
-    def __init__(self, peers: Peers, agent_url: str, resources: Mapping[str, str]) -> None:
+    def __init__(
+        self, peers: Peers, agent_url: str, resources: Mapping[str, str], *, checkpointing: bool = True
+    ) -> None:
         self._peers = peers
         self._agent_url = agent_url
         self._resources = dict(resources)
-        self.owner = EnvironmentOwner()
+        self._episodes = EnvironmentOwner() if checkpointing else DirectEnvironment()
+
+    @property
+    def owner(self) -> EnvironmentOwner:
+        """The owner of its state; there is none with checkpointing off."""
+        assert isinstance(self._episodes, EnvironmentOwner), "checkpointing is off"
+        return self._episodes
 
     def build_app(self) -> FastAPI:
         """The application, without lifespan or gate."""
@@ -42,11 +50,11 @@ class EnvironmentServer:
 
     async def _run(self, request: Request) -> Response:
         task = await body_of(request)
-        return answer(await self.owner.run(episode_of(request.scope), task, self._episode))
+        return answer(await self._episodes.run(episode_of(request.scope), task, self._episode))
 
     async def _episode(self, context: EpisodeContext) -> Mapping[str, Any]:
         resources_url = self._resources[context.task["kind"]]
-        return await SingleTurn(context, self._peers, self._agent_url, resources_url, self.owner.names).run()
+        return await SingleTurn(context, self._peers, self._agent_url, resources_url, self._episodes.names).run()
 
 
 class SingleTurn:

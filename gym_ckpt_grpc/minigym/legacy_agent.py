@@ -12,7 +12,15 @@ from gym_ckpt_grpc.integrations import episode_of
 from gym_ckpt_grpc.minigym.agent_loop import AgentLoop, Assignment
 from gym_ckpt_grpc.minigym.peers import Peers, cookie
 from gym_ckpt_grpc.minigym.resources_server import answer, body_of
-from gym_ckpt_grpc.participants import AgentOwner, PolicyClient, RestoredSession, RunContext, SessionContext, run_key
+from gym_ckpt_grpc.participants import (
+    AgentOwner,
+    DirectAgent,
+    PolicyClient,
+    RestoredSession,
+    RunContext,
+    SessionContext,
+    run_key,
+)
 
 Step = Literal["seed", "loop", "verify", "return"]
 
@@ -23,12 +31,20 @@ class LegacyAgentServer:
     own_url: base of this server's routes. resources: kind of task -> base URL of its resources server.
     """
 
-    def __init__(self, peers: Peers, policy_url: str, own_url: str, resources: Mapping[str, str]) -> None:
+    def __init__(
+        self, peers: Peers, policy_url: str, own_url: str, resources: Mapping[str, str], *, checkpointing: bool = True
+    ) -> None:
         self._peers = peers
         self._own_url = own_url
         self._resources = dict(resources)
         self._loop = AgentLoop(peers, policy_url)
-        self.owner = AgentOwner(self)
+        self._runs = AgentOwner(self) if checkpointing else DirectAgent()
+
+    @property
+    def owner(self) -> AgentOwner:
+        """The owner of its state; there is none with checkpointing off."""
+        assert isinstance(self._runs, AgentOwner), "checkpointing is off"
+        return self._runs
 
     @property
     def policy(self) -> PolicyClient:
@@ -47,18 +63,18 @@ class LegacyAgentServer:
         return {"status": "ok", "role": "legacy_agent"}
 
     async def _run(self, request: Request) -> Response:
-        return answer(await self.owner.run(episode_of(request.scope), await body_of(request), self._protocol))
+        return answer(await self._runs.run(episode_of(request.scope), await body_of(request), self._protocol))
 
     async def _responses(self, request: Request) -> Response:
         """The call of a run to its own server: the body is the run's assignment."""
         episode = episode_of(request.scope)
         assignment = Assignment.from_state(await body_of(request))
-        index = request.headers.get(self.owner.names.activation_header)
+        index = request.headers.get(self._runs.names.activation_header)
 
         async def loop(session: SessionContext, state: Any) -> dict[str, Any]:
             return await self._loop.run(session, assignment, state)
 
-        return answer(await self.owner.invoke(episode, run_key(episode), loop, index=index))
+        return answer(await self._runs.invoke(episode, run_key(episode), loop, index=index))
 
     async def _protocol(self, context: RunContext) -> Mapping[str, Any]:
         """Walk the steps from the restored boundary, or from the first."""
@@ -105,7 +121,7 @@ class LegacyAgentServer:
             "turns": task["turns"],
             "stream": task.get("stream", False),
         }
-        url = self._own_url + self.owner.names.path_of(context.episode, "/v1/responses")
+        url = self._own_url + self._runs.names.path_of(context.episode, "/v1/responses")
         return (await self._peers.post(url, assignment, headers=context.self_call_headers())).body
 
     async def _verify(self, context: RunContext, state: Mapping[str, Any]) -> Any:
@@ -116,7 +132,7 @@ class LegacyAgentServer:
         await self._peers.post(self._url(context, "/close_session"), {}, headers=_cookies(state))
 
     def _url(self, context: RunContext, path: str) -> str:
-        return self._resources[context.task["kind"]] + self.owner.names.path_of(context.episode, path)
+        return self._resources[context.task["kind"]] + self._runs.names.path_of(context.episode, path)
 
     # The hooks. All that a run needs is in its boundaries.
 

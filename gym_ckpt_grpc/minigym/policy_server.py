@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from gym_ckpt_grpc.minigym.event_stream import EventStream, while_connected
 from gym_ckpt_grpc.minigym.peers import Peers
 from gym_ckpt_grpc.minigym.policy_calls import PATH, PolicyCall, Relay, Worker, ask
 from gym_ckpt_grpc.minigym.resources_server import answer
-from gym_ckpt_grpc.participants import PolicyModelOwner
+from gym_ckpt_grpc.participants import GenerationCall, PolicyModelOwner
 from gym_ckpt_grpc.protocol import EpisodeId
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, RolloutIdRequired
 
@@ -45,7 +46,7 @@ class PolicyServer:
         peers: Peers,
         workers: Sequence[Worker],
         *,
-        owner: PolicyModelOwner,
+        owner: PolicyModelOwner | None,
         ledger: CaptureLedger | None = None,
         ledger_token: TokenSource | None = None,
     ) -> None:
@@ -72,7 +73,7 @@ class PolicyServer:
         return self._workers[number % len(self._workers)]
 
     def _closed(self) -> bool:
-        return self.owner.admission.closed
+        return self.owner is not None and self.owner.admission.closed
 
     async def _health(self) -> dict[str, Any]:
         return {"status": "ok", "role": "policy_model", "pid": os.getpid()}
@@ -94,7 +95,11 @@ class PolicyServer:
 
     def _begin(self, request: Request, asked: ChatRequest, episode: EpisodeId | None, worker: Worker) -> PolicyCall:
         effective = asked.with_defaults(episode.rollout_id if episode else "")
-        call = self.owner.begin_generation(visit_of(request.scope), effective, backend=worker.name, model=asked.model)
+        if self.owner is None:
+            call = GenerationCall(uuid.uuid4().hex)
+        else:
+            visit = visit_of(request.scope)
+            call = self.owner.begin_generation(visit, effective, backend=worker.name, model=asked.model)
         return PolicyCall(call, effective, episode=episode, ledger=self._ledger)
 
     async def _stream(self, worker: Worker, call: PolicyCall) -> Response:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from gym_ckpt_grpc.auth import TokenFile
 from gym_ckpt_grpc.capture import CaptureLedger
 from gym_ckpt_grpc.control import StateOwner
-from gym_ckpt_grpc.integrations import CheckpointMiddleware, answer_refusal
+from gym_ckpt_grpc.integrations import CheckpointMiddleware, RolloutPrefix, answer_refusal
 from gym_ckpt_grpc.minigym.deployment import Deployment, ServerPlan
 from gym_ckpt_grpc.minigym.embed import embedded, open_backends, peer_authenticator
 from gym_ckpt_grpc.minigym.held_routes import HeldRoutes
@@ -30,7 +30,7 @@ from gym_ckpt_grpc.minigym.topology import Role
 from gym_ckpt_grpc.participants import Gate, PolicyModelOwner
 from gym_ckpt_grpc.protocol import ControlError
 
-PROBE_PAUSE = 0.2
+PROBE_PAUSE = 0.05
 log = logging.getLogger("gym_ckpt_grpc.minigym")
 
 
@@ -44,13 +44,28 @@ class Serving:
     peers: Peers
 
 
+class GatedOwner(StateOwner, Protocol):
+    """An owner that makes the gate of its server."""
+
+    def gate(self) -> Gate: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a builder gives: an application and, of a participant, the owner of its state and the gate before it."""
+    """What a builder gives: an application and, of a participant, the owner of its state and the gate before it.
+
+    prefixed: calls of a rollout reach it under the rollout prefix, which its routes do not know.
+    """
 
     app: FastAPI
     owner: StateOwner | None = None
     gate: Gate | None = None
+    prefixed: bool = True
+
+
+def _of(app: FastAPI, owner: GatedOwner | None) -> Served:
+    """A participant, or with checkpointing off its routes alone."""
+    return Served(app, owner, owner.gate() if owner is not None else None)
 
 
 Builder = Callable[[Serving], AbstractAsyncContextManager[Served]]
@@ -64,12 +79,13 @@ async def _environment(serving: Serving) -> AsyncIterator[Served]:
     if plan.topology.protocol != "native":
         from gym_ckpt_grpc.minigym.environment_server import LegacyRelay
 
-        yield Served(LegacyRelay(serving.peers, plan.server("agent").url).build_app())
+        yield Served(LegacyRelay(serving.peers, plan.server("agent").url).build_app(), prefixed=False)
         return
     from gym_ckpt_grpc.minigym.environment_server import EnvironmentServer
 
-    environment = EnvironmentServer(serving.peers, plan.server("agent").url, plan.resources())
-    yield Served(environment.build_app(), environment.owner, environment.owner.gate())
+    agent_url, on = plan.server("agent").url, plan.topology.checkpointing
+    environment = EnvironmentServer(serving.peers, agent_url, plan.resources(), checkpointing=on)
+    yield _of(environment.build_app(), environment.owner if on else None)
 
 
 @asynccontextmanager
@@ -80,16 +96,20 @@ async def _agent(serving: Serving) -> AsyncIterator[Served]:
         from gym_ckpt_grpc.minigym.proof_refinement import ProofRefinementServer
 
         prover = ProofRefinementServer(peers, policy_url, plan.resources())
-        yield Served(prover.build_app(), prover.owner, prover.owner.gate())
+        yield _of(prover.build_app(), prover.owner)
         return
     from gym_ckpt_grpc.minigym.agent_server import AgentServer
     from gym_ckpt_grpc.minigym.legacy_agent import LegacyAgentServer
 
-    agent: AgentServer | LegacyAgentServer = AgentServer(peers, policy_url)
+    on = plan.topology.checkpointing
+    agent: AgentServer | LegacyAgentServer = AgentServer(peers, policy_url, checkpointing=on)
     if plan.topology.protocol == "legacy":
-        agent = LegacyAgentServer(peers, policy_url, serving.server.url, plan.resources())
-    async with _until_gated(agent):
-        yield Served(agent.build_app(), agent.owner, agent.owner.gate())
+        agent = LegacyAgentServer(peers, policy_url, serving.server.url, plan.resources(), checkpointing=on)
+    if not on:
+        yield Served(agent.build_app())
+        return
+    await _gate_seen(agent)
+    yield _of(agent.build_app(), agent.owner)
 
 
 @asynccontextmanager
@@ -99,13 +119,16 @@ async def _policy_model(serving: Serving) -> AsyncIterator[Served]:
 
     plan = serving.plan
     workers = [Worker(worker.name, worker.url) for worker in plan.workers()]
+    if not plan.topology.checkpointing:
+        yield Served(PolicyServer(serving.peers, workers, owner=None).build_app())
+        return
     ledger = CaptureLedger(plan.ledger) if plan.topology.capture else None
     async with open_backends(plan) as backends:
         owner = PolicyModelOwner(ledger=ledger, backends=backends)
         trainer = TokenFile(plan.token_file("controller"))
         policy = PolicyServer(serving.peers, workers, owner=owner, ledger=ledger, ledger_token=trainer)
         try:
-            yield Served(policy.build_app(), owner, owner.gate())
+            yield _of(policy.build_app(), owner)
         finally:
             await owner.close()
 
@@ -114,8 +137,7 @@ async def _policy_model(serving: Serving) -> AsyncIterator[Served]:
 async def _resources(serving: Serving) -> AsyncIterator[Served]:
     module, _, name = RESOURCES_SERVERS[serving.server.role].partition(":")
     server = getattr(importlib.import_module(f"gym_ckpt_grpc.minigym.{module}"), name)()
-    owner = install(server)
-    yield Served(server.build_app(), owner, owner.gate())
+    yield _of(server.build_app(), install(server) if serving.plan.topology.checkpointing else None)
 
 
 @asynccontextmanager
@@ -132,8 +154,7 @@ async def _weather(serving: Serving) -> AsyncIterator[Served]:
 
     judged = serving.plan.topology.judge
     server = WeatherServer(HttpJudge(serving.peers, serving.plan.server("judge").url) if judged else None)
-    owner = install(server)
-    yield Served(server.build_app(), owner, owner.gate())
+    yield _of(server.build_app(), install(server) if serving.plan.topology.checkpointing else None)
 
 
 @asynccontextmanager
@@ -182,11 +203,11 @@ async def _application(serving: Serving) -> AsyncIterator[Any]:
     """What uvicorn serves: the routes; of a participant, its gate in front and its control plane beside them."""
     async with BUILDERS[serving.server.role](serving) as served:
         app = served.app
-        if served.owner is None or served.gate is None:
-            yield app
-            return
         app.add_exception_handler(ControlError, answer_refusal)
         app.add_exception_handler(PeerFailed, answer_peer_failure)
+        if served.owner is None or served.gate is None:
+            yield RolloutPrefix(app) if served.prefixed else app
+            return
         async with embedded(served.owner, serving.plan, serving.server):
             if not serving.plan.topology.controls:
                 yield CheckpointMiddleware(app, served.gate)
@@ -195,23 +216,13 @@ async def _application(serving: Serving) -> AsyncIterator[Any]:
             yield held.outer(CheckpointMiddleware(held.inner(app), served.gate))
 
 
-@asynccontextmanager
-async def _until_gated(agent: Any) -> AsyncIterator[None]:
-    """See the policy server's gate early: before that a waiting call would hold up a checkpoint as RUNNING."""
-
-    async def probe() -> None:
-        while True:
-            with contextlib.suppress(Exception):  # it may not be up yet
-                if await agent.policy.probe():
-                    return
-            await asyncio.sleep(PROBE_PAUSE)
-
-    probing = asyncio.create_task(probe(), name="probe the policy gate")
-    try:
-        yield
-    finally:
-        probing.cancel()
-        await asyncio.gather(probing, return_exceptions=True)
+async def _gate_seen(agent: Any) -> None:
+    """Wait for the policy server's gate: before an agent has seen it, its calls hold up a checkpoint as RUNNING."""
+    while True:
+        with contextlib.suppress(Exception):  # it may not be up yet
+            if await agent.policy.probe():
+                return
+        await asyncio.sleep(PROBE_PAUSE)
 
 
 async def serve(name: str, plan: Deployment, life: int) -> None:

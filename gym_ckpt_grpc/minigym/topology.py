@@ -45,9 +45,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The options of a deployment.
 
     resources: the resources servers, each of which serves the tasks of its name. inference_workers: >= 1, chosen
-    among by rollout. judge: a judge, which is no participant, scores weather tasks. capture: the policy model has a ledger and the workers stage tokens. cuts: running generations
-    are cut by a checkpoint and continued after a restore; needs capture. controls: servers answer under
-    `/control/`, for tests.
+    among by rollout. judge: a judge, which is no participant, scores weather tasks. capture: the policy model has a
+    ledger and the workers stage tokens. cuts: running generations are cut by a checkpoint and continued after a
+    restore; needs capture. controls: servers answer under `/control/`, for tests.
+    checkpointing: False serves the same routes without owners, gates and control planes; then there is neither
+    capture nor a cut, and no controls.
     """
 
     protocol: Protocol = "native"
@@ -57,15 +59,24 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     capture: bool = True
     cuts: bool = True
     controls: bool = False
+    checkpointing: bool = True
 
     def __post_init__(self) -> None:
         if self.inference_workers < 1:
             raise ValueError(f"inference_workers is {self.inference_workers}, not an integer >= 1")
         if self.cuts and not self.capture:
             raise ValueError("cuts need capture: a cut is made of staged tokens")
+        if not self.checkpointing and (self.capture or self.controls):
+            raise ValueError("with checkpointing off there is no capture, and no controls")
 
     def servers(self) -> list[Wanted]:
         """The servers, in the order in which they are listed everywhere."""
+        wanted = self._servers()
+        if self.checkpointing:
+            return wanted
+        return [Wanted(server.name, server.role, controlled=False) for server in wanted]
+
+    def _servers(self) -> list[Wanted]:
         relay = self.protocol != "native"
         return [
             Wanted("environment", "environment", None if relay else ParticipantKind.ENVIRONMENT, controlled=not relay),

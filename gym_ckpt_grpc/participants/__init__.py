@@ -15,6 +15,8 @@ from gym_ckpt_grpc.participants.agent_sessions import AgentHooks as AgentHooks
 from gym_ckpt_grpc.participants.agent_sessions import RestoredSession as RestoredSession
 from gym_ckpt_grpc.participants.agent_sessions import SessionContext as SessionContext
 from gym_ckpt_grpc.participants.agent_sessions import run_key as run_key
+from gym_ckpt_grpc.participants.direct import DirectAgent as DirectAgent
+from gym_ckpt_grpc.participants.direct import DirectEnvironment as DirectEnvironment
 from gym_ckpt_grpc.participants.environment import EnvironmentOwner as EnvironmentOwner
 from gym_ckpt_grpc.participants.environment import EnvironmentSettings as EnvironmentSettings
 from gym_ckpt_grpc.participants.episode_context import EpisodeContext as EpisodeContext

@@ -11,6 +11,7 @@ from typing import Protocol
 from gym_ckpt_grpc.participants.admission import Admission, Cancellable, GateRequest, Reply, Visit
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.names import header
+from gym_ckpt_grpc.participants.reports import covers
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.report import BlockerReason
 
@@ -92,6 +93,7 @@ class Requests:
         self._blocking = blocking
         self._numbers = count(1)
         self._seeds: dict[str, dict[int, Request]] = {}
+        self._others: dict[str, dict[int, Request]] = {}
         self._inflight = 0
 
     @property
@@ -112,8 +114,9 @@ class Requests:
         request = Request(next(self._numbers), asked, session, owner, seed=seed, closes=closes)
         if session is not None:
             session.requests[request.number] = request
-        if seed and asked.episode is not None:
-            self._seeds.setdefault(asked.episode.rollout_id, {})[request.number] = request
+        index, episode = self._index(request)
+        if episode is not None:
+            index.setdefault(episode.rollout_id, {})[request.number] = request
         if blocks:
             self._inflight += 1
             place = f"{asked.path} session {session.key}" if session is not None else asked.path
@@ -125,11 +128,12 @@ class Requests:
         """Count it no more."""
         if request.session is not None:
             request.session.requests.pop(request.number, None)
-        if request.seed and request.asked.episode is not None:
-            of_rollout = self._seeds.get(request.asked.episode.rollout_id, {})
+        index, episode = self._index(request)
+        if episode is not None:
+            of_rollout = index.get(episode.rollout_id, {})
             of_rollout.pop(request.number, None)
             if not of_rollout:
-                self._seeds.pop(request.asked.episode.rollout_id, None)
+                index.pop(episode.rollout_id, None)
         if request.number in self._blocking:
             self._inflight -= 1
             self._blocking.clear(request.number)
@@ -138,6 +142,17 @@ class Requests:
     def seeds_of(self, rollout_id: str) -> list[Request]:
         """Seeds under way of a rollout, any attempt."""
         return list(self._seeds.get(rollout_id, {}).values())
+
+    def others_of(self, retired: EpisodeId) -> list[Request]:
+        """Requests under way that a retire ends: no seeds and no closes; their session may be gone already."""
+        of_rollout = self._others.get(retired.rollout_id, {}).values()
+        return [each for each in of_rollout if each.episode is not None and covers(retired, each.episode)]
+
+    def _index(self, request: Request) -> tuple[dict[str, dict[int, Request]], EpisodeId | None]:
+        """Where a request is listed by its rollout, if it is: a seed under the attempt that it names."""
+        if request.seed:
+            return self._seeds, request.asked.episode
+        return self._others, None if request.closes else request.episode
 
 
 # ---- where a session id stands -----------------------------------------------------------------------------

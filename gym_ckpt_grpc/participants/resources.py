@@ -272,11 +272,13 @@ class ResourcesOwner(OwnerDefaults):
         for session in self._sessions.covered_by(episode):
             self._state.mark_retired(session)
         await self._state.wait_seeds(episode, budget)
-        await run_side_by_side(self._state.retire(each, budget) for each in self._sessions.covered_by(episode))
+        frees = [self._state.retire(each, budget) for each in self._sessions.covered_by(episode)]
+        await run_side_by_side([*frees, self._state.end_orphans(episode, budget)])
 
     def check_forget(self, rollout_id: str, through_attempt: int) -> None:
         through = EpisodeId(rollout_id, through_attempt)
         left = [each.episode for each in self._sessions.covered_by(through) if each.retired and each.episode]
+        left += [each.episode for each in self._requests.others_of(through) if each.runs.cancelled and each.episode]
         if left:
             raise RetireIncomplete(f"a session of {left[0]} is not freed yet", episodes=left)
 

@@ -155,6 +155,14 @@ class ResourcesState:
             await wait_for(request.done, budget, f"{request.asked.path} of session {session.key}")
         await within(budget, self._free(session), f"the retire of session {session.key}")
 
+    async def end_orphans(self, retired: EpisodeId, budget: Budget) -> None:
+        """Cancel once, and wait for, requests whose session was closed under them: no session leads to them."""
+        requests = self.requests.others_of(retired)
+        for request in requests:
+            request.runs.cancel()
+        for request in requests:
+            await wait_for(request.done, budget, f"{request.asked.path} of {request.episode}")
+
     async def _free(self, session: ResourceSession) -> None:
         """Free the author's state, and only then track it no more."""
         if self.mode is ResourcesMode.EXPORTED and self.hooks is not None:

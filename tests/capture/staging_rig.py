@@ -52,6 +52,11 @@ def token(position: int) -> tuple[int, float]:
     return 100 + position, -0.125 * (position + 1)
 
 
+def ids(count: int) -> tuple[int, ...]:
+    """The ids of its first tokens."""
+    return tuple(token(position)[0] for position in range(count))
+
+
 def generate(call: StagedCall, count: int, *, weights: int = 1) -> None:
     """Give a call its next tokens."""
     for _ in range(count):

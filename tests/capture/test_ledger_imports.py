@@ -139,6 +139,24 @@ def test_restoring_again_yields_exactly_the_checkpoints_rows(ledger: CaptureLedg
             assert admitted(each, R1, "next", replies).parent_id == f"run-{run}"
 
 
+@pytest.mark.behaviour("P115")
+def test_a_process_that_followed_the_dead_rows_sees_that_the_file_is_another_one(
+    ledger: CaptureLedger, tmp_path: Path
+) -> None:
+    """It begins with the same call and has grown past where that process had read."""
+    conversation = talk(ledger, R0, 2)
+    rows = ledger.export([R0])
+    other = CaptureLedger(tmp_path)
+    restore(ledger, rows)
+    made(ledger, R1, "dead", conversation, "dead")
+    assert admitted(other, R1, "x", [*conversation, said("dead")]).parent_id == "dead"
+    restore(ledger, rows)
+    for number in range(3):
+        made(ledger, R1, f"live-{number}", conversation, f"live {number}")
+    assert admitted(other, R1, "y", [*conversation, said("dead")]).parent_id == ""
+    assert admitted(other, R1, "z", [*conversation, said("live 1")]).parent_id == "live-1"
+
+
 @pytest.mark.behaviour("P116")
 def test_a_target_without_rows_has_its_dead_rows_cleared(ledger: CaptureLedger, tmp_path: Path) -> None:
     made(ledger, R1, "dead")

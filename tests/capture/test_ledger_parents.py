@@ -170,6 +170,8 @@ def test_what_servers_and_clients_reshape_is_the_same_turn(echo: Message) -> Non
         {**PLAIN, "content": "b"},
         {**PLAIN, "content": ""},
         {**PLAIN, "tool_calls": []},
+        {**PLAIN, "tool_calls": 7},
+        {**PLAIN, "tool_calls": ["odd"]},
         {**PLAIN, "tool_calls": [CALL, CALL]},
         {**PLAIN, "tool_calls": [{**CALL, "function": {"name": "add", "arguments": '{"n":2}'}}]},
         {**PLAIN, "reasoning_content": "hm"},

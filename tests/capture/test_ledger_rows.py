@@ -259,6 +259,8 @@ def test_a_failed_append_can_be_made_again(sync_rows: bool) -> None:
             files.fault = None
             ledger.append_staged(admission, coordinates(admission), "resp", said("ok"))
         assert (exported(ledger, R0), calls(ledger, R0)) == (["one"], ["one"])
+        image = RecordingLedgerFiles().after(files.image(len(files.steps), Loss.POWER))
+        assert exported(CaptureLedger(f"{ROOT}/ledger", files=image), R0) == (["one"] if sync_rows else [])
 
 
 def test_a_write_that_comes_short_is_an_error_and_a_torn_line(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gym_ckpt_grpc.capture import AsyncTokenStore, FileTokenStore, TokenRecord, cut_key, staging_key
-from gym_ckpt_grpc.capture.token_records import build
+from gym_ckpt_grpc.capture.token_records import build, encode
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateCorrupt, StateUnwritable, UsageError
 from gym_ckpt_grpc.protocol.ids import MAX_ATTEMPT, MAX_ROLLOUT_ID, EpisodeId
 
@@ -250,15 +250,21 @@ def test_a_torn_end_is_no_record(store: FileTokenStore, tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_corrupt(store: FileTokenStore, tmp_path: Path, rng: random.Random) -> None:
-    store.put([record("c1", 40), record("c2")])
+    """Wherever in it a bit is wrong; the record after it is read."""
+    one, other = record("c1", 40), record("c2")
+    store.put([one, other])
     (log,) = logs(tmp_path)
-    data = bytearray(log.read_bytes())
-    body = data.index(b"r1/c1") + len("r1/c1") + 4
-    data[body + rng.randrange(40)] ^= 1 << rng.randrange(8)
-    log.write_bytes(data)
-    with pytest.raises(StateCorrupt, match="r1/c1"):
-        FileTokenStore(tmp_path / "tokens").get("r1/c1")
-    assert FileTokenStore(tmp_path / "tokens").get("r1/c2") == record("c2")
+    data = log.read_bytes()
+    begin = data.index(b"r1/c1") + len("r1/c1") + 4
+    for at in range(begin, begin + len(encode(one)), 11):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << rng.randrange(8)
+        log.write_bytes(damaged)
+        reader = FileTokenStore(tmp_path / "tokens")
+        with pytest.raises(StateCorrupt, match="r1/c1"):
+            reader.get("r1/c1")
+        assert reader.get("r1/c2") == other
+        reader.close()
 
 
 def test_a_file_of_another_kind_is_named(store: FileTokenStore, tmp_path: Path) -> None:

@@ -153,6 +153,28 @@ async def test_a_write_resumed_over_after_its_naming_counts_as_durable(tmp_path:
         assert (owner.fates, "manifest.json" in p.written()) == ([("c1", True)], True)
 
 
+async def test_a_named_write_whose_last_sync_hangs_counts_as_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest has its name already, and may survive."""
+    p, owner = served(tmp_path)
+    sync_dir = p.files.sync_dir
+
+    def held(path: str) -> None:
+        if "manifest.json" in p.written():
+            p.files._step("sync", path)
+        sync_dir(path)
+
+    monkeypatch.setattr(p.files, "sync_dir", held)
+    async with p:
+        await p.prepare()
+        p.files.hold("sync")
+        async with running(p.commit()):
+            await p.files.wait_entered()
+            await p.resume()
+        assert owner.fates == [("c1", True)]
+
+
 async def test_a_restore_tells_no_fate_and_a_failing_owner_hinders_nothing(tmp_path: Path) -> None:
     p, owner = served(tmp_path)
     async with p:

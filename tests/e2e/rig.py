@@ -100,10 +100,14 @@ class Rig:
         self.tasks.update((task.rollout_id, task) for task in chosen)
         self.trainer.send(chosen, attempts)
 
-    async def finish(self) -> dict[str, Result]:
-        """Wait until every rollout of this life ended; its results. Fails if a rollout failed."""
+    async def ended(self) -> None:
+        """Wait until every rollout sent in this life has ended, one way or another."""
         async with asyncio.timeout(LIMIT):
             await self.trainer.finish()
+
+    async def finish(self) -> dict[str, Result]:
+        """Wait until every rollout of this life ended; its results. Fails if a rollout failed."""
+        await self.ended()
         assert self.trainer.failures == {}
         return self.trainer.results
 
@@ -127,7 +131,7 @@ class Rig:
         """Prepare, and do something once that server has closed."""
         preparing = asyncio.create_task(checkpoint.prepare(ready_within=LIMIT / 2))
         try:
-            await self.until(server, lambda status: status.phase == pb.PHASE_PREPARING)
+            await self.until(server, lambda status: status.active_checkpoint_id != "")
             await meanwhile()
             await preparing
         finally:
@@ -197,9 +201,9 @@ class Rig:
             body: dict[str, Any] = await answer.json(content_type=None) or {}
             return body
 
-    async def hold(self, server: str, path: str, rollout: str = "") -> None:
-        """Hold requests of a route inside the server's gate, of one rollout or of all."""
-        await self.control(server, "hold", path=path, rollout=rollout)
+    async def hold(self, server: str, path: str, *, outside: bool = False) -> None:
+        """Hold requests of a route: inside the server's gate, or outside, where they are on their way."""
+        await self.control(server, "hold", path=path, outside=outside)
 
     async def held(self, server: str, path: str, count: int = 1) -> None:
         """Wait until so many are held."""

@@ -38,17 +38,14 @@ async def test_a_legacy_run_goes_on_from_its_last_boundary(tmp_path: Path) -> No
 async def crash_at(gym: Rig, task: Task, attempt: int, step: str) -> None:
     """One life of a proof: go on from the newest checkpoint, stand at a step, checkpoint, crash."""
     await (gym.installed() if attempt else gym.start())
-    await gym.hold_tokens(HELD_AFTER, turn=1)
     held = "/seed_session" if step == "seed" else "/verify"
-    if step != "model":
-        await gym.hold("proofs", held)
+    if step == "model":
+        await gym.hold_tokens(HELD_AFTER, turn=1)
+    else:
+        await gym.hold("proofs", held, outside=step == "seed")
     gym.send([task], {task.rollout_id: attempt})
     await (gym.held_tokens(task.rollout_id) if step == "model" else gym.held("proofs", held))
-    async with gym.coordinator() as coordinator, coordinator.checkpoint() as checkpoint:
-        if step == "seed":
-            await gym.prepare_while(checkpoint, lambda: gym.release("proofs", held), server="agent")
-        else:
-            await checkpoint.prepare(ready_within=10)
+    async with gym.prepared() as checkpoint:
         if step == "return":
             await gym.release("proofs", held)
             await gym.counted("agent", "at_boundary", 1)

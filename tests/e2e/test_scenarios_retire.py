@@ -28,7 +28,7 @@ async def test_a_rollout_retired_in_mid_flight_leaves_nothing(tmp_path: Path) ->
                 assert set(status.report.counts.values()) <= {0}, name
                 assert status.marks_held == 1, name
             gym.send([gym.tasks["a"]])
-            await gym.trainer.finish()
+            await gym.ended()
             assert "STALE_ATTEMPT" in gym.trainer.failures["a"]
             await coordinator.forget([gone])
         statuses = await gym.statuses()
@@ -57,8 +57,9 @@ async def test_a_straggler_is_retired_within_the_open_checkpoint(tmp_path: Path)
             await checkpoint.prepare(ready_within=10)
             await gym.commit(checkpoint, [EpisodeId("a")])
         assert checkpoint.continued == (EpisodeId("a"),)
+        await gym.release("counter", "/verify")
         await gym.release_tokens()
-        await gym.trainer.finish()
+        await gym.ended()
         assert "STALE_ATTEMPT" in gym.trainer.failures["hung"]
         assert gym.trainer.results == {"a": play(gym.tasks["a"]).result}
         assert gym.faults(checkpoint.id) == []

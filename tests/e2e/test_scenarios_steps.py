@@ -111,9 +111,9 @@ async def test_a_judge_at_work_holds_nothing_up(tmp_path: Path) -> None:
         async with gym.prepared() as checkpoint:
             counts = checkpoint.report.participants["policy_model/policy_model/0"].counts
             assert (counts["untagged"], counts["inflight"], counts["cut"]) == (1, 0, 0)
+            await gym.commit(checkpoint)
             await gym.release_tokens()
             await gym.counted("policy_model", "untagged", 0)
-            await gym.commit(checkpoint)
         assert gym.boundary("a", checkpoint.id) == "verify"
         results = await gym.finish()
     assert results["a"].reward > 0

@@ -123,6 +123,7 @@ def check_state(world: World, status: Status) -> None:
     _check_pending(world)
     _check_at_work(world, phase)
     look_at_disk(world)
+    world.node.subject.check(world)
     for checkpoint_id, found in world.ledger.exports.items():
         assert len(found) == 1, f"R5: {checkpoint_id} was captured {len(found)} times"
 
@@ -209,6 +210,7 @@ def _take_in(world: World, checkpoint_id: str, data: bytes) -> Manifest:
     frozen = [(record.episode, record.fields, _payloads(record)) for record in first]
     assert stored == frozen, f"R5: {checkpoint_id} holds other records than its capture"
     counts = {record.episode: world.node.subject.value(record) for record in part.records}
+    world.node.subject.published(checkpoint_id, part.records)
     return Manifest(data, hashlib.sha256(data).hexdigest(), counts)
 
 

@@ -31,7 +31,8 @@ from tests.random.faulty_owner import FaultyOwner
 from tests.random.model import arguments
 from tests.random.ops import Op, episodes, scope_of
 from tests.random.steered_files import SteeredFiles
-from tests.random.subjects import SUBJECTS, Subject
+from tests.random.kinds import KINDS
+from tests.random.subjects import Outside, Subject
 from tests.random.virtual_time import CountingLoop, VirtualLoop
 
 Clock = Callable[[], float]
@@ -55,9 +56,17 @@ class Answer:
 class Node:
     """One process of a participant, as far as its checkpoints go."""
 
-    def __init__(self, kind: str, root: Path, clock: Clock, files: SteeredFiles, settings: ControlSettings) -> None:
+    def __init__(
+        self,
+        kind: str,
+        root: Path,
+        clock: Clock,
+        files: SteeredFiles,
+        settings: ControlSettings,
+        outside: Outside,
+    ) -> None:
         self.root, self.clock, self.files = root, clock, files
-        self.subject: Subject = SUBJECTS[kind](clock)
+        self.subject: Subject = KINDS[kind](clock, outside)
         self.owner = FaultyOwner(self.subject.owner)
         self.identity = ParticipantIdentity(self.owner.kind, "server")
         self.plane = ControlPlane(

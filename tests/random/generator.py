@@ -47,7 +47,7 @@ class Generator:
         """The next operation."""
         if self._queue:
             return self._queue.pop(0)
-        pools = [NEXT[self.world.model.phase], OTHERS, MOVES]
+        pools = [NEXT[self.world.model.phase], OTHERS, [*MOVES, *self.world.node.subject.moves]]
         kind = self.random.choice(self.random.choices(pools, weights=(4, 4, 2))[0])
         if self.random.random() < 0.01:
             kind = "crash"
@@ -98,12 +98,19 @@ class Generator:
             keys = [episode.capture_key for episode in known]
             self.random.shuffle(keys)
             return None if known.is_all else keys
-        return None if self.random.random() < 0.4 else self._episodes(self.random.randrange(5))
+        everything = self.random.random() < 0.4 and not self.world.node.subject.lists_only
+        return None if everything else self._episodes(self.random.randrange(5))
 
     # ---- the server's own life
 
     def _start(self) -> Op:
         return op("start", episodes=self._episodes(self.random.randrange(1, 4)))
+
+    def _arrive(self) -> Op:
+        return op("arrive", episodes=self._episodes(self.random.randrange(1, 4)), choice=self.random.randrange(10**6))
+
+    def _stir(self) -> Op:
+        return op("stir", choice=self.random.randrange(10**6))
 
     def _step(self) -> Op:
         return op("step", episodes=self._episodes(2))
@@ -207,7 +214,8 @@ class Generator:
         chosen = self.random.choice(sorted(kept))
         asked: Any = kept[chosen].args.get("capture")
         known: Any = kept[chosen].args.get("commit")
-        scope = None if asked is None or asked.is_all else [episode.capture_key for episode in asked]
+        nothing: list[str] | None = [] if self.world.node.subject.lists_only else None
+        scope = nothing if asked is None or asked.is_all else [episode.capture_key for episode in asked]
         stop = known[2] if known else False
         return op("commit", scope=scope, place=chosen, stop=stop, **self._who(id=chosen))
 

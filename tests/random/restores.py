@@ -34,7 +34,8 @@ async def _check_restore(world: World, source: str) -> None:
     assert world.node.subject.is_open(), "R10: closed after Resume"
     target = f"next-{source}"
     await _must(world, op("prepare", id=target, within=1.0, ttl=30.0, **who), "PREPARED")
-    await _must(world, op("commit", id=target, scope=None, place=target, stop=False, **who), "COMMITTED")
+    listed = [episode.capture_key for episode in nexts] if world.node.subject.lists_only else None
+    await _must(world, op("commit", id=target, scope=listed, place=target, stop=False, **who), "COMMITTED")
     again = world.manifests[target].counts
     assert again == nexts, f"R10: {source} had {nexts}, the next checkpoint has {again}"
     await _must(world, op("resume", id=target, keep=False, **who), "IDLE")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gym_ckpt_grpc.control import StateOwner
 from gym_ckpt_grpc.integrations import CheckpointMiddleware
@@ -28,34 +30,87 @@ from gym_ckpt_grpc.storage import Record
 from gym_ckpt_grpc.testing import FakeOwner
 from tests.participants.fakes import App, Call, call
 
+if TYPE_CHECKING:
+    from tests.random.world import World
+
 Clock = Callable[[], float]
 FINISH, RESTART, STEP = "finish", "restart", "step"
 
 
-class Subject(Protocol):
-    """One server. Nothing here waits: what is held is held in a task."""
+@dataclass
+class Outside:
+    """What outlives a process of the server: a directory of its own, and what else there is, by name."""
+
+    directory: Path
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class Subject:
+    """One server. Nothing here waits: what is held is held in a task.
+
+    lists_only: whether it refuses scope `all`. moves: what else can happen to it, by the names of operations.
+    """
 
     owner: StateOwner
+    lists_only = False
+    moves: Sequence[str] = ()
 
-    def is_open(self) -> bool: ...
+    def is_open(self) -> bool:
+        raise NotImplementedError
+
     def here(self, rollout_id: str) -> list[EpisodeId]:
         """What is alive of a rollout, or restored and not started."""
+        raise NotImplementedError
 
-    def start(self, episode: EpisodeId) -> None: ...
-    def step(self, episode: EpisodeId) -> None: ...
-    def finish(self, episode: EpisodeId) -> None: ...
-    def restart(self, episode: EpisodeId) -> None: ...
-    def value(self, record: Record) -> int: ...
+    def start(self, episode: EpisodeId) -> None:
+        raise NotImplementedError
+
+    def arrive(self, episode: EpisodeId, choice: int) -> None:
+        """Like `start`, in a way that `choice` decides."""
+
+    def stir(self, choice: int) -> None:
+        """Something that `choice` decides happens to what runs, or to what the server needs."""
+
+    def step(self, episode: EpisodeId) -> None:
+        raise NotImplementedError
+
+    def finish(self, episode: EpisodeId) -> None:
+        raise NotImplementedError
+
+    def restart(self, episode: EpisodeId) -> None:
+        """It cannot be captured from here on, where there is such a thing."""
+
+    def value(self, record: Record) -> int:
+        """What a record says of its episode; equal after a restore."""
+        raise NotImplementedError
+
     def expected(self, episode: EpisodeId) -> int | None:
         """What a record of it must say, or None if this server cannot tell."""
+        return None
 
-    async def end(self) -> None: ...
+    def calm(self) -> None:
+        """Whatever the server needs works again."""
+
+    def check(self, world: World) -> None:
+        """What must hold after each operation."""
+
+    def check_export(self, world: World, records: Sequence[Record]) -> None:
+        """What must hold of an export that has just ended."""
+
+    def published(self, checkpoint_id: str, records: Sequence[Record]) -> None:
+        """A manifest was found on disk."""
+
+    async def check_end(self, world: World) -> None:
+        """What must hold once nothing is wrong any more and all time has passed."""
+
+    async def end(self) -> None:
+        """The process ends."""
 
 
-class Scripted:
+class Scripted(Subject):
     """A FakeOwner, moved by hand."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, outside: Outside) -> None:
         self.fake = FakeOwner()
         self.owner: StateOwner = self.fake
         self._held: list[EpisodeId] = []
@@ -96,11 +151,8 @@ class Scripted:
     def expected(self, episode: EpisodeId) -> int | None:
         return int(self.fake.live[episode]["n"])
 
-    async def end(self) -> None:
-        return None
 
-
-class Loops:
+class Loops(Subject):
     """Episodes that are coroutines, each moved by the words in its queue. at: the last boundary of each."""
 
     def __init__(self) -> None:
@@ -133,7 +185,7 @@ class Loops:
 class Environment(Loops):
     """Episodes whose steps are `wait` steps."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, outside: Outside) -> None:
         super().__init__()
         self.real = EnvironmentOwner(clock=clock)
         self.owner: StateOwner = self.real
@@ -184,7 +236,7 @@ class Environment(Loops):
 class Agent(Loops):
     """Native sessions, one per episode, with one activation each."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, outside: Outside) -> None:
         super().__init__()
         self.real = AgentOwner(self, clock=clock)
         self.owner: StateOwner = self.real
@@ -241,9 +293,6 @@ class Agent(Loops):
     def finish(self, episode: EpisodeId) -> None:
         self.say(episode, FINISH)
 
-    def restart(self, episode: EpisodeId) -> None:
-        return None  # native sessions of this agent are always captured
-
     def value(self, record: Record) -> int:
         boundary = record.decode("boundary") if "boundary" in record.payloads else None
         return int(boundary["n"]) if boundary else 0
@@ -252,11 +301,13 @@ class Agent(Loops):
         return self.at[episode] if episode in self.queues else None
 
 
-class Resources:
+class Resources(Subject):
     """Sessions of a resources server with a counter each, over its middleware."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.real = ResourcesOwner(self, ResourcesSettings(mode=ResourcesMode.EXPORTED), clock=clock)
+    settings = ResourcesSettings(mode=ResourcesMode.EXPORTED)
+
+    def __init__(self, clock: Clock, outside: Outside) -> None:
+        self.real = ResourcesOwner(self, self.settings, clock=clock)
         self.owner: StateOwner = self.real
         self.app = App({"/seed_session": self._seed, "/add": self._add, "/close_session": self._close})
         self.served = CheckpointMiddleware(self.app, self.real.gate())
@@ -323,9 +374,6 @@ class Resources:
         if self.keys.get(episode) in self.counters:
             self._call(episode, "/close_session")
 
-    def restart(self, episode: EpisodeId) -> None:
-        return None  # in mode `exported` a session is always captured
-
     def value(self, record: Record) -> int:
         return int(record.decode("state")["n"])
 
@@ -341,11 +389,3 @@ class Resources:
 
 def _session(scope: MutableMapping[str, Any]) -> str:
     return str(dict(scope["headers"])[b"cookie"].decode()).removeprefix("session=")
-
-
-SUBJECTS: dict[str, Callable[[Clock], Subject]] = {
-    "scripted": Scripted,
-    "environment": Environment,
-    "agent": Agent,
-    "resources": Resources,
-}

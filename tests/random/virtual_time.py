@@ -10,7 +10,7 @@ import asyncio
 import selectors
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -132,6 +132,35 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def close(self) -> None:
         self._inner.close()
+
+
+class CountedThread(ThreadPoolExecutor):
+    """One thread whose work a CountingLoop knows of, however it is given to it. Made and used on the loop."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, CountingLoop)
+        self._loop = loop
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # type: ignore[override]
+        result: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                if result.set_running_or_notify_cancel():
+                    try:
+                        made = fn(*args, **kwargs)
+                    except BaseException as error:
+                        result.set_exception(error)
+                    else:
+                        result.set_result(made)
+            finally:
+                self._loop._count(threads=-1)  # after the result was handed over
+
+        self._loop._count(threads=1)
+        super().submit(work)
+        return result
 
 
 def run(make: Callable[[], Coroutine[Any, Any, T]], *, virtual: bool) -> T:

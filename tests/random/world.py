@@ -16,6 +16,7 @@ from tests.random.driver import PATIENCE, Answer, Node, RealTime, ServedNode, Vi
 from tests.random.model import ACCEPTED, Model
 from tests.random.ops import Op, episodes, op
 from tests.random.steered_files import SteeredFiles
+from tests.random.subjects import Outside
 
 CLEANUP_LIMIT = 5.0
 SETTINGS = ControlSettings(cleanup_limit=CLEANUP_LIMIT, deletion_wait=0.5, watch_interval=0.5, status_interval=0.1)
@@ -75,6 +76,7 @@ class World:
     def __init__(self, kind: str, root: Path, *, served: bool = False) -> None:
         self.kind, self.root, self.served = kind, root, served
         self.time: VirtualTime | RealTime = RealTime() if served else VirtualTime()
+        self.outside = Outside(root / "outside")
         self.manifests: dict[str, Manifest] = {}
         self.pending: list[Pending] = []
         self.wrong: AssertionError | None = None
@@ -87,7 +89,7 @@ class World:
         """Start a process of the participant, with nothing in its memory."""
         self.files = SteeredFiles(self.time.hold)
         make = ServedNode if self.served else Node
-        self.node = make(self.kind, self.root, self.time.clock, self.files, SETTINGS)
+        self.node = make(self.kind, self.root, self.time.clock, self.files, SETTINGS, self.outside)
         await self.node.start()
         self._ending, self._ends_by = False, 0.0
         self._held: set[str] = set()
@@ -130,6 +132,7 @@ class World:
             expected = self.node.subject.expected(record.episode)
             value = self.node.subject.value(record)
             assert expected in (None, value), f"{record.episode} was captured at {value}, it is at {expected}"
+        self.node.subject.check_export(self, records)
 
     def faults(self) -> set[str]:
         """Faults in force, as `hook:mode`."""
@@ -188,11 +191,14 @@ class World:
             self.files.steer(step["mode"])
         elif step.name == "status":
             self.node.plane.status()
+        elif step.name == "stir":
+            self.node.subject.stir(step["choice"])
         else:
             for episode in episodes(step["episodes"]):
                 self.ledger.started.add(episode)
-                if step.name != "start" or self._may_start(episode):
-                    getattr(self.node.subject, step.name)(episode)
+                if step.name not in ("start", "arrive") or self._may_start(episode):
+                    how = (step["choice"],) if step.name == "arrive" else ()
+                    getattr(self.node.subject, step.name)(episode, *how)
         for call in self.pending:
             call.facts |= self.faults()
 
@@ -320,6 +326,7 @@ class World:
         for step in self.node.owner.steps.values():
             step.steer(faulty_owner.OK)
         self.files.steer(steered_files.OK)
+        self.node.subject.calm()
 
     # ---- afterwards
 
@@ -392,6 +399,7 @@ class World:
         assert not self.pending, f"R12: {self.pending} never ended"
         left = [task.get_name() for task in self.node.plane._core.tasks._tasks]
         assert not left, f"R12: tasks left: {left}"
+        await self.node.subject.check_end(self)
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
