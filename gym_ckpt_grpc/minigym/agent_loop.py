@@ -28,13 +28,14 @@ COMPLETIONS = "/v1/chat/completions"
 class Assignment:
     """What an agent session is about, fixed when it is seeded.
 
-    resources_url, session_id: where its tools are. seed: of sampling. turns: most tool calls before the answer.
+    resources, session_id: where its tools are: the resources server by its name, since a checkpoint may be restored
+    where the servers have other addresses. seed: of sampling. turns: most tool calls before the answer.
     stream: read the policy's replies as streams.
     """
 
     prompt: str
     tools: list[dict[str, Any]]
-    resources_url: str
+    resources: str
     session_id: str
     seed: int
     turns: int
@@ -49,11 +50,15 @@ class Assignment:
 
 
 class AgentLoop:
-    """Asks one policy server for many sessions. policy: the client of all their calls."""
+    """Asks one policy server for many sessions. policy: the client of all their calls.
 
-    def __init__(self, peers: Peers, policy_url: str) -> None:
+    resources: name of each resources server -> base URL.
+    """
+
+    def __init__(self, peers: Peers, policy_url: str, resources: Mapping[str, str]) -> None:
         self._peers = peers
         self._policy_url = policy_url
+        self._resources = dict(resources)
         self.policy = PolicyClient(self._send, service="policy_model", open_stream=self._open_stream)
 
     async def run(self, session: SessionContext, assignment: Assignment, state: Any) -> dict[str, Any]:
@@ -112,7 +117,7 @@ class AgentLoop:
 
         An error of the tool is its output; a refusal of a gate is not, and goes through.
         """
-        url = f"{assignment.resources_url}/{function['name']}"
+        url = f"{self._resources[assignment.resources]}/{function['name']}"
         arguments = orjson.loads(function["arguments"])
         reply = await self._peers.request("POST", url, arguments, headers=cookie(assignment.session_id))
         raise_refusal(reply.status, reply.body, reply.headers)

@@ -17,11 +17,16 @@ from gym_ckpt_grpc.participants import AgentOwner, DirectAgent, PolicyClient, Re
 
 
 class AgentServer:
-    """Sessions, each with its assignment; its conversation is in its boundary."""
+    """Sessions, each with its assignment; its conversation is in its boundary.
 
-    def __init__(self, peers: Peers, policy_url: str, *, checkpointing: bool = True) -> None:
+    resources: name of each resources server -> base URL. checkpointing: False runs sessions directly.
+    """
+
+    def __init__(
+        self, peers: Peers, policy_url: str, resources: Mapping[str, str], *, checkpointing: bool = True
+    ) -> None:
         self._assignments: dict[str, Assignment] = {}
-        self._loop = AgentLoop(peers, policy_url)
+        self._loop = AgentLoop(peers, policy_url, resources)
         self._sessions = AgentOwner(self) if checkpointing else DirectAgent()
 
     @property

@@ -122,7 +122,7 @@ class SingleTurn:
             "agent_session_id": state["agent_session_id"],
             "prompt": task["prompt"],
             "tools": seeded.body["tools"],
-            "resources_url": self._resources_url,
+            "resources": task["kind"],
             "session_id": state["session_id"],
             "seed": task["seed"],
             "turns": task["turns"],

@@ -37,7 +37,7 @@ class LegacyAgentServer:
         self._peers = peers
         self._own_url = own_url
         self._resources = dict(resources)
-        self._loop = AgentLoop(peers, policy_url)
+        self._loop = AgentLoop(peers, policy_url, resources)
         self._runs = AgentOwner(self) if checkpointing else DirectAgent()
 
     @property
@@ -115,7 +115,7 @@ class LegacyAgentServer:
         assignment = {
             "prompt": task["prompt"],
             "tools": state["tools"],
-            "resources_url": self._resources[task["kind"]],
+            "resources": task["kind"],
             "session_id": state["cookies"]["session"],
             "seed": task["seed"],
             "turns": task["turns"],

@@ -102,7 +102,7 @@ async def _agent(serving: Serving) -> AsyncIterator[Served]:
     from gym_ckpt_grpc.minigym.legacy_agent import LegacyAgentServer
 
     on = plan.topology.checkpointing
-    agent: AgentServer | LegacyAgentServer = AgentServer(peers, policy_url, checkpointing=on)
+    agent: AgentServer | LegacyAgentServer = AgentServer(peers, policy_url, plan.resources(), checkpointing=on)
     if plan.topology.protocol == "legacy":
         agent = LegacyAgentServer(peers, policy_url, serving.server.url, plan.resources(), checkpointing=on)
     if not on:

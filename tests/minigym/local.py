@@ -176,7 +176,7 @@ class Life:
 
     def _agent(self, protocol: Protocol, resources: Mapping[str, str]) -> Any:
         if protocol == "native":
-            return AgentServer(self.peers, "http://policy")
+            return AgentServer(self.peers, "http://policy", resources)
         if protocol == "legacy":
             return LegacyAgentServer(self.peers, "http://policy", "http://agent", resources)
         return ProofRefinementServer(self.peers, "http://policy", resources)
