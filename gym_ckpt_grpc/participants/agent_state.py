@@ -15,7 +15,7 @@ from gym_ckpt_grpc.participants.agent_runs import AgentRuns, next_run, protocol_
 from gym_ckpt_grpc.participants.agent_sessions import RUN_PREFIX, AgentHooks, RestoredSession, Session
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.hooks import within
-from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
+from gym_ckpt_grpc.participants.overlap import check_overlap, naming_sources, targets_of
 from gym_ckpt_grpc.participants.records import AgentRecord
 from gym_ckpt_grpc.participants.reports import run_side_by_side
 from gym_ckpt_grpc.participants.seeds import Seeds
@@ -90,9 +90,9 @@ class AgentState:
                 raise InvalidState(f"session {made.session_key} of {record.episode} exists already", record.episode)
             sessions[made.session_key] = (_session(made, target), made.session)
         if sessions:
-            await self.hooks.restore_sessions(
-                [RestoredSession(each.key, each.episode, state) for each, state in sessions.values()]
-            )
+            states = [RestoredSession(each.key, each.episode, state) for each, state in sessions.values()]
+            with naming_sources(scope):
+                await self.hooks.restore_sessions(states)
         return StagedSessions([session for session, _ in sessions.values()], list(runs.values()))
 
     def activate(self, staged: StagedSessions) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from gym_ckpt_grpc.control.ports import InvalidState
 from gym_ckpt_grpc.participants.admission import Admission
@@ -39,3 +40,18 @@ def targets_of(records: Sequence[Record], scope: RestoreScope) -> list[tuple[Rec
             raise InvalidState(f"the record of {record.episode} is not in the scope", record.episode)
         pairs.append((record, target))
     return pairs
+
+
+@contextmanager
+def naming_sources(scope: RestoreScope) -> Iterator[None]:
+    """An author's hook runs: a record that it rejects is named by the attempt that it stands under.
+
+    The hook knows the attempt to come; whoever looks for the record needs the other.
+    """
+    try:
+        yield
+    except InvalidState as error:
+        sources = {target: source for source, target in scope.targets.items()}
+        if error.episode is not None:
+            error.episode = sources.get(error.episode, error.episode)
+        raise

@@ -12,7 +12,7 @@ from gym_ckpt_grpc.control.ports import InvalidState, RecordBatch
 from gym_ckpt_grpc.participants.admission import Admission, wait_for
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.hooks import within
-from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
+from gym_ckpt_grpc.participants.overlap import check_overlap, naming_sources, targets_of
 from gym_ckpt_grpc.participants.records import ResourcesRecord
 from gym_ckpt_grpc.participants.reports import covers
 from gym_ckpt_grpc.participants.resource_sessions import Requests, ResourceSession
@@ -96,7 +96,6 @@ class ResourcesState:
         """Check everything, and let the author's hook install it behind the closed gate."""
         check_overlap(scope, self.admission, self._here, unattributed)
         made: dict[str, RestoredState] = {}
-        sources: dict[EpisodeId, EpisodeId] = {}
         for record, target in targets_of(records, scope):
             if self.mode is ResourcesMode.RESTART_ONLY:
                 raise InvalidState(
@@ -106,15 +105,9 @@ class ResourcesState:
             if source.session_id in made or self.sessions.get(source.session_id) is not None:
                 raise InvalidState(f"session {source.session_id} of {record.episode} exists already", record.episode)
             made[source.session_id] = RestoredState(source.session_id, target, source.state)
-            sources[target] = record.episode
         if made and self.mode is ResourcesMode.EXPORTED and self.hooks is not None:
-            try:
+            with naming_sources(scope):
                 await self.hooks.restore_sessions(list(made.values()))
-            except InvalidState as error:
-                if error.episode in sources:
-                    # The author knows the attempt to come; who looks for the record needs the one it stands under.
-                    error.episode = sources[error.episode]
-                raise
         return StagedSessions([ResourceSession(each.session_id, each.episode) for each in made.values()])
 
     def _here(self, rollout_id: str) -> list[EpisodeId]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ ALL = list(KINDS)
 WITH_RECORDS = [name for name in ALL if name != "policy_model"]
 """Kinds whose records are asked for here; those of a policy model have tests of their own."""
 S1 = EpisodeId("s", 1)
+END_WITHIN = 10.0
 
 
 @dataclass
@@ -51,7 +53,8 @@ async def served(name: str, root: Path, **options: Any) -> AsyncIterator[Kind]:
         try:
             yield Kind(rig, p)
         finally:
-            await rig.end()
+            async with asyncio.timeout(END_WITHIN):  # a failed test must not wait for what it never let go
+                await rig.end()
 
 
 async def started(kind: Kind, *episodes: EpisodeId) -> None:

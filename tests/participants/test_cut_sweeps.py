@@ -55,7 +55,7 @@ async def test_an_undelivered_call_is_cut() -> None:
     assert await rig.finish([running]) == [200]
 
 
-@pytest.mark.behaviour("P124")
+@pytest.mark.behaviour("P124", "P125")
 @virtual
 async def test_two_backends_are_swept_side_by_side_and_a_hung_one_delays_no_ack_of_the_other() -> None:
     first, second = FakeBackend("b"), FakeBackend("c", hang)

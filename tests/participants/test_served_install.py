@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gym_ckpt_grpc.control import ControlSettings, wire
+from gym_ckpt_grpc.control import ControlSettings, InvalidState, wire
 from gym_ckpt_grpc.protocol.errors import (
     InstallFailed,
     InternalError,
@@ -180,6 +181,26 @@ async def test_a_record_that_is_rejected_is_corrupt_and_names_its_episode(name: 
         assert R not in caught.value.episodes
         assert (await kind.p.client.phase(), await kind.pending()) == (Phase.IDLE, set())
         assert kind.owner.report(9).counts == before
+
+
+@pytest.mark.behaviour("P14")
+@pytest.mark.parametrize("name", ["agent", "resources"])
+async def test_state_that_an_authors_hook_rejects_is_named_by_the_attempt_of_its_record(
+    name: str, tmp_path: Path
+) -> None:
+    """The hook knows only the attempt to come."""
+    await written(name, tmp_path, R, S)
+    async with served(name, tmp_path) as kind:
+        assert isinstance(kind.rig, AgentKind | ResourcesKind)
+
+        async def reject(sessions: Sequence[Any]) -> None:
+            [bad] = [each.episode for each in sessions if each.episode.rollout_id == "s"]
+            raise InvalidState("a field is missing", bad)
+
+        kind.rig.rig.restore_sessions = reject  # type: ignore[method-assign]
+        with pytest.raises(StateCorrupt, match="a field is missing") as caught:
+            await kind.p.client.restore("restore", [R, S], source="source")
+        assert caught.value.episodes == (S,)
 
 
 @pytest.mark.behaviour("P14", "P15")
