@@ -8,6 +8,7 @@ import random
 from collections.abc import Generator
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 SEED_VARIABLE = "GYM_CKPT_TEST_SEED"
 TEARDOWN_LIMIT = 120.0
@@ -31,7 +32,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     A test that fails with something under way that nothing lets go any more (a handler that outlives its cancel)
     makes the end of its event loop wait for ever, and its own time limit is spent by then.
     """
-    faulthandler.dump_traceback_later(TEARDOWN_LIMIT, exit=True)
+    stderr = item.config.stash.get(fault_handler_stderr_fd_key, 2)  # the true one, which pytest captures
+    faulthandler.dump_traceback_later(TEARDOWN_LIMIT, exit=True, file=stderr)
     try:
         return (yield)
     finally:
