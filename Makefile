@@ -113,8 +113,13 @@ TORCH ?= torch
 test-hf: .venv-hf/.ready ## A cut generation of a small real transformer equals the uncut one (some gigabytes; never in CI)
 	.venv-hf/bin/python -m pytest tests/hf $(ARGS)
 
-soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked soak, and every seeded fault
+ROUNDS ?= 20
+soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked soak, each scenario 20 times, every seeded fault
 	$(BIN)/python -m pytest -m soak $(ARGS)
+	@for round in $$(seq $(ROUNDS)); do \
+		echo "scenarios, round $$round of $(ROUNDS)"; \
+		GYM_CKPT_TEST_SCALE=$$((24 + 8 * round)) $(BIN)/python -m pytest -q -x -k scenarios tests/e2e; \
+	done
 
 mutants: setup ## Put each seeded fault of tests/mutants.toml into a copy; its tests must find it (ARGS="words")
 	$(BIN)/python tools/mutants.py $(ARGS)

@@ -185,6 +185,7 @@ class FileTokenStore:
             raise StateCorrupt(f"cannot read {str(self.directory)!r}: {error.strerror}") from error
         for name in self._logs.keys() - names:
             self._drop(self._logs[name])
+        self._deleted = {where for where in self._deleted if where[0] in names}
         for name in names - self._logs.keys():
             with suppress(FileNotFoundError):  # removed by another process just now
                 handle = os.open(self.directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -223,15 +224,19 @@ class FileTokenStore:
 
     def _add(self, key: str, place: _Place) -> None:
         where = (place.log.name, place.offset)
-        if where not in self._deleted:
-            self._places.setdefault(key, {})[where] = place
-            place.log.live.add((key, place.offset))
+        if where in self._deleted:
+            self._deleted.remove(where)
+            return
+        self._places.setdefault(key, {})[where] = place
+        place.log.live.add((key, place.offset))
 
     def _forget(self, key: str, body: bytes, source: _Log) -> None:
         name, _, offset = body.decode("ascii", "replace").partition(" ")
         where = (name, int(offset) if offset.isdecimal() else -1)
         source.targets.add(name)
-        self._deleted.add(where)
+        log = self._logs.get(name)
+        if log is None or where[1] >= log.scanned:
+            self._deleted.add(where)  # to be met yet
         self._remove(key, where)
 
     def _remove(self, key: str, where: tuple[str, int]) -> None:
@@ -262,7 +267,6 @@ class FileTokenStore:
             self._remove(key, (log.name, offset))
         os.close(log.handle)
         del self._logs[log.name]
-        self._deleted = {where for where in self._deleted if where[0] != log.name}
 
     def _remove_spent(self) -> None:
         """Remove logs in which nothing counts any more and that nobody writes, this process included."""

@@ -10,6 +10,7 @@ import logging
 import posixpath
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId
 
 log = logging.getLogger(__name__)
 
+WRITERS = 8
+"""Files that are written at a time: syncs that come together cost a disk little more than one."""
 _LOCK = "lock"
 
 
@@ -52,10 +55,7 @@ def write_import(
             raise ValueError(f"{target}: {error}") from error
     directory, lock = _begin(files, paths)
     try:
-        written = {
-            target: _write(files, directory, target, each, sync=sync) if each else None
-            for target, each in decoded.items()
-        }
+        written = _write_all(files, directory, decoded, sync=sync)
     except BaseException:
         with suppress(StateUnwritable):  # what is left is removed by the next import
             _remove(files, directory)
@@ -82,6 +82,16 @@ def _begin(files: LedgerFiles, paths: LedgerPaths) -> tuple[str, Lock]:
     if lock is None:
         raise StateUnwritable(f"cannot lock {directory!r}: it is gone")
     return directory, lock
+
+
+def _write_all(
+    files: LedgerFiles, directory: str, rows: Mapping[EpisodeId, Sequence[AnyRow]], *, sync: bool
+) -> dict[EpisodeId, str | None]:
+    def write(target: EpisodeId) -> str | None:
+        return _write(files, directory, target, rows[target], sync=sync) if rows[target] else None
+
+    with ThreadPoolExecutor(WRITERS, "gymckpt-import") as threads:
+        return dict(zip(rows, threads.map(write, rows), strict=True))
 
 
 def _write(files: LedgerFiles, directory: str, target: EpisodeId, rows: Sequence[AnyRow], *, sync: bool) -> str:

@@ -16,8 +16,9 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, Self
 
 from gym_ckpt_grpc.capture.admission import CaptureAdmission, Coordinates, admission_problems
@@ -139,7 +140,7 @@ class StagedCall:
         """
         prompt = tuple(prompt_ids)
         found = admission_problems(admission)
-        found += _number_problems(prompt, weight_version, output_limit)
+        found += _number_problems(prompt[len(fetched.prefix) :], weight_version, output_limit)
         refuse("admission", found)
         _check_prefix(admission, fetched.prefix, prompt)
         snapshot = fetched.snapshot
@@ -193,7 +194,7 @@ class StagedCall:
 
     def prefix_record(self, cut_id: str) -> TokenRecord:
         """A snapshot of all tokens after the prefix, for a cut. Changes nothing, and is not staged yet."""
-        return self._record("cut", cut_id)
+        return self._builder("cut", cut_id)()
 
     def chunk_record(
         self,
@@ -246,7 +247,7 @@ class StagedCall:
             if self.coordinates.capture_failed:
                 raise UsageError(f"call {self.admission.call_id} was not captured: {self.coordinates.capture_failed}")
             return finished_cut(self.coordinates)
-        record = self.prefix_record(uuid.uuid4().hex)
+        record = await self._store.run(self._builder("cut", uuid.uuid4().hex))
         try:
             await self._store.put([record])
         except asyncio.CancelledError:
@@ -271,7 +272,7 @@ class StagedCall:
 
     async def _stage(self, finish_reason: str, stop_reason: str) -> Coordinates:
         try:
-            record = self._record("completion", "", finish_reason, stop_reason)
+            record = await self._store.run(self._builder("completion", "", finish_reason, stop_reason))
             await self._store.put([record])
         except Exception as error:
             _log.warning("call %s was not captured", self.admission.call_id, exc_info=True)
@@ -292,10 +293,14 @@ class StagedCall:
 
     # ---- inside
 
-    def _record(self, kind: Kind, cut_id: str, finish_reason: str = "", stop_reason: str = "") -> TokenRecord:
+    def _builder(
+        self, kind: Kind, cut_id: str, finish_reason: str = "", stop_reason: str = ""
+    ) -> Callable[[], TokenRecord]:
+        """What builds a record of all tokens there are now. Quick; to call it is not, with a long context."""
         if kind == "completion" and finish_reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {finish_reason[:80]!r} is neither stop nor length")
-        return build(
+        return partial(
+            build,
             kind=kind,
             capture_key=self.admission.capture_key,
             call_id=self.admission.call_id,
@@ -305,7 +310,7 @@ class StagedCall:
             before=self._prefix,
             ids=(*self._suffix, *self._ids),
             generated=len(self._ids),
-            logprobs=self._logprobs,
+            logprobs=tuple(self._logprobs),
             weight_version=self.weight_version,
             output_limit=self.output_limit,
             finish_reason=finish_reason,
@@ -400,9 +405,10 @@ def _reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"unexpected {type(error).__name__}"
 
 
-def _number_problems(prompt: tuple[int, ...], weight_version: int, output_limit: int) -> list[Violation]:
+def _number_problems(suffix: tuple[int, ...], weight_version: int, output_limit: int) -> list[Violation]:
+    """What is no such number. suffix: the prompt behind the prefix, which was checked when it was staged."""
     checks = [("weight_version", number_problem(weight_version, 0)), ("output_limit", number_problem(output_limit, 1))]
-    wrong = (problem for token in prompt if (problem := number_problem(token, 0, MAX_TOKEN_ID)))
+    wrong = (problem for token in suffix if (problem := number_problem(token, 0, MAX_TOKEN_ID)))
     checks.append(("prompt_ids", next(wrong, None)))
     return [Violation(name, problem) for name, problem in checks if problem]
 

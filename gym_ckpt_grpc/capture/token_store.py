@@ -79,11 +79,15 @@ class AsyncTokenStore:
 
     async def get(self, keys: Sequence[str]) -> dict[str, TokenRecord]:
         """The records of these keys that there are. Raises StateCorrupt."""
-        return await self._run(lambda: self.store.get_many(keys))
+        return await self.run(lambda: self.store.get_many(keys))
 
     async def keys(self, prefix: str = "") -> list[str]:
         """All keys that begin like this, sorted."""
-        return await self._run(lambda: self.store.keys(prefix))
+        return await self.run(lambda: self.store.keys(prefix))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do work that takes a while in one of the store's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def close(self) -> None:
         """Finish the writes under way, refuse later ones."""
@@ -93,9 +97,6 @@ class AsyncTokenStore:
         self._threads.shutdown(wait=False)
 
     # ---- inside
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _ask(self, records: Sequence[TokenRecord], keys: Sequence[str]) -> frozenset[str]:
         if self._closed:
@@ -134,7 +135,7 @@ class AsyncTokenStore:
             return
         result: frozenset[str] | Exception
         try:
-            result = await self._run(work)
+            result = await self.run(work)
         except Exception as error:
             result = error
         for write in writes:

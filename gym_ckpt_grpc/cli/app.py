@@ -86,11 +86,15 @@ def demo(
     leave_out: Annotated[
         str, typer.Option(help="Negative control: restore every kind but this one, and see what that costs.")
     ] = "",
+    cuts: Annotated[
+        bool,
+        typer.Option("--cuts/--no-cuts", help="Cut generations that are running and continue them, or do without."),
+    ] = True,
 ) -> None:
     """Checkpoint rollouts in flight, kill every server, restore, finish, and compare with a run never killed."""
     from gym_ckpt_grpc.cli.demo import demo as run
 
-    ended_async(lambda: run(rollouts=rollouts, seed=seed, keep=keep, leave_out=leave_out, as_json=as_json))
+    ended_async(lambda: run(rollouts=rollouts, seed=seed, keep=keep, leave_out=leave_out, cuts=cuts, as_json=as_json))
 
 
 @app.command()

@@ -19,11 +19,11 @@ from gym_ckpt_grpc.protocol.errors import GymCkptError, UsageError
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 
 
-async def demo(*, rollouts: int, seed: int, keep: Path | None, leave_out: str, as_json: bool) -> Exit:
+async def demo(*, rollouts: int, seed: int, keep: Path | None, leave_out: str, cuts: bool, as_json: bool) -> Exit:
     """Run the demo. A failed one keeps its logs and says where; progress goes to standard error."""
     kind = _kind(leave_out)
     directory = _directory(keep)
-    settings = DemoSettings(directory=directory, rollouts=rollouts, seed=seed, leave_out=kind)
+    settings = DemoSettings(directory=directory, rollouts=rollouts, seed=seed, leave_out=kind, cuts=cuts)
     failed = True
     try:
         with _watching() as watcher:
@@ -33,7 +33,7 @@ async def demo(*, rollouts: int, seed: int, keep: Path | None, leave_out: str, a
         if as_json:
             print_json(msgspec.to_builtins(report))
         else:
-            _print(report)
+            _print(report, cuts=cuts)
         for rollout, reason in list(run.failures.items())[:5]:
             say(errors, "red", f"rollout {rollout} ended without a result:", reason)
         return Exit.FAILED if failed else Exit.OK
@@ -82,7 +82,7 @@ def _watching() -> Iterator[Watcher]:
         yield Watcher(say=lambda line: bars.console.print(line, soft_wrap=True), count=count)
 
 
-def _print(report: DemoReport) -> None:
+def _print(report: DemoReport, *, cuts: bool) -> None:
     rows = [
         ("rollouts", report.rollouts, ""),
         ("finished before the checkpoint", report.finished_before, ""),
@@ -92,8 +92,17 @@ def _print(report: DemoReport) -> None:
         ("lost", report.lost, ""),
         ("different from the run never killed", report.different, "transcript, tools, state, reward"),
         ("turns saved", report.turns_saved, ""),
-        ("tokens saved", report.tokens_saved, ""),
-        ("tokens generated again", report.tokens_redone, "made after the cut, or undelivered at it"),
+        ("tokens saved", report.tokens_saved, "of those turns"),
+        (
+            "tokens kept in the middle",
+            report.tokens_kept,
+            f"of {report.generations_continued} generations, cut and continued",
+        ),
+        (
+            "tokens generated again",
+            report.tokens_redone,
+            "made after the cut" if cuts else "made after the cut, or undelivered at it",
+        ),
         ("pause, ms", report.pause_ms, "first server closed to last one open"),
         ("checkpoint", size(report.bytes), ""),
     ]

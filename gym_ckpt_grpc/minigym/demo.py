@@ -21,6 +21,7 @@ from gym_ckpt_grpc.minigym.evidence import Evidence, judge, turns_begun
 from gym_ckpt_grpc.minigym.partial_restore import restore_without
 from gym_ckpt_grpc.minigym.supervisor import Supervisor
 from gym_ckpt_grpc.minigym.tasks import Task, make_tasks
+from gym_ckpt_grpc.minigym.topology import Topology
 from gym_ckpt_grpc.minigym.trainer import Result, Trainer
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
@@ -44,7 +45,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's result. Rollout counts; tokens and turns from the worker's log; pause_ms: admission closed.
 
     continued: in flight at the checkpoint, and went on from it. lost: without a result at the end. different:
-    whose transcript, tool results, final state or reward are not those of the twin.
+    whose transcript, tool results, final state or reward are not those of the twin. tokens_saved: of whole turns;
+    tokens_kept: of `generations_continued` generations that the checkpoint cut in the middle.
     """
 
     rollouts: int
@@ -55,8 +57,10 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
     different: int
     tokens_saved: int
+    tokens_kept: int
     tokens_redone: int
     turns_saved: int
+    generations_continued: int
     pause_ms: float
     bytes: int
 
@@ -73,13 +77,17 @@ class DemoFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """directory: new or empty. tick: seconds per token. leave_out: kind whose restore is forgotten on purpose."""
+    """directory: new or empty. tick: seconds per token. leave_out: kind whose restore is forgotten on purpose.
+
+    cuts: whether the checkpoint cuts generations that are running.
+    """
 
     directory: Path
     rollouts: int = 64
     seed: int = 7
     tick: float = TICK
     leave_out: ParticipantKind | None = None
+    cuts: bool = True
 
 
 @dataclass(slots=True)
@@ -112,7 +120,7 @@ class Demo:
     async def run(self) -> DemoReport:
         """Do it all. Raises DemoFailed, coordinator errors and Unhealthy; leaves no process behind."""
         tasks = make_tasks(self.settings.rollouts, self.settings.seed)
-        plan = Deployment.create(self.settings.directory / "crashed", tick=self.settings.tick)
+        plan = self._plan("crashed")
         async with Supervisor(plan.logs) as servers:
             cut = await self._first_life(servers, plan, tasks)
             await servers.crash()
@@ -189,7 +197,7 @@ class Demo:
             return restored.continued
 
     async def _twin(self, tasks: Sequence[Task]) -> Mapping[str, Result]:
-        plan = Deployment.create(self.settings.directory / "twin", tick=self.settings.tick)
+        plan = self._plan("twin")
         self.watcher.say("running the same rollouts once more, never killed")
         async with Supervisor(plan.logs) as servers:
             await servers.start(plan.specs(life=1))
@@ -199,6 +207,10 @@ class Demo:
                 if trainer.failures:
                     raise DemoFailed(f"rollouts of the twin failed: {trainer.failures}")
                 return trainer.results
+
+    def _plan(self, name: str) -> Deployment:
+        topology = Topology(cuts=self.settings.cuts)
+        return Deployment.create(self.settings.directory / name, tick=self.settings.tick, topology=topology)
 
     def _coordinator(self, plan: Deployment) -> Coordinator:
         token = TokenFile(plan.token_file("controller"))
@@ -257,8 +269,10 @@ def _report(
         lost=sum(name not in results for name in names),
         different=sum(name in results and results[name] != twin[name] for name in names),
         tokens_saved=evidence.tokens_saved,
+        tokens_kept=evidence.tokens_kept,
         tokens_redone=evidence.tokens_redone,
         turns_saved=evidence.turns_saved,
+        generations_continued=evidence.calls_continued,
         pause_ms=round(cut.result.timing.pause_ms, 1),
         bytes=cut.result.bytes,
     )

@@ -1,7 +1,7 @@
-"""What the inference worker's own log says about a crash and a restore.
+"""What the inference workers' own log says about a crash and a restore.
 
 Nothing here asks a coordinator or a participant. A turn that was generated in the first life and not again in the
-second was saved; one that was generated again was redone.
+second was saved; one that was generated again was redone, but for the tokens that the second life took from a cut.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ class Evidence:
     """Sums over the rollouts that were in flight.
 
     continued: rollouts that went on behind their first turn, or needed no further token. restarted: those that
-    began again at turn 0. Tokens and turns: of the first life, not generated again (saved) or again (redone).
+    began again at turn 0. tokens_saved, turns_saved: of turns of the first life that were not generated again.
+    tokens_kept: taken from generations that the checkpoint cut, `calls_continued` of them. tokens_redone: of the
+    first life, generated again.
     """
 
     continued: frozenset[str]
     restarted: frozenset[str]
     tokens_saved: int
+    tokens_kept: int
     tokens_redone: int
     turns_saved: int
+    calls_continued: int
 
 
 def judge(log: Path, in_flight: Iterable[str], finished: Iterable[str], *, life: int = 2) -> Evidence:
@@ -40,21 +44,23 @@ def judge(log: Path, in_flight: Iterable[str], finished: Iterable[str], *, life:
         (later if call.life >= life else earlier)[call.rollout_id].append(call)
     done = frozenset(finished)
     continued, restarted = set(), set()
-    saved = redone = turns = 0
+    saved = kept = redone = turns = cuts = 0
     for rollout in in_flight:
         calls = later[rollout]
-        if any(call.turn == 0 for call in calls):
+        first = min((call.turn for call in calls), default=None)
+        if any(call.turn == 0 and not call.continued_from for call in calls):
             restarted.add(rollout)
         elif rollout in done:
             continued.add(rollout)
-        first = min((call.turn for call in calls), default=None)
-        kept = _tokens_by_turn(earlier[rollout])
-        for turn, tokens in kept.items():
+        reused = {call.turn: call.reused for call in calls if call.continued_from}
+        kept, cuts = kept + sum(reused.values()), cuts + len(reused)
+        for turn, tokens in _tokens_by_turn(earlier[rollout]).items():
             if rollout in done and (first is None or turn < first):
                 saved, turns = saved + tokens, turns + 1
             else:
-                redone += tokens
-    return Evidence(frozenset(continued), frozenset(restarted), saved, redone, turns)
+                # The log counts a killed call's tokens only now and then: it may have fewer than were cut.
+                redone += max(0, tokens - reused.get(turn, 0))
+    return Evidence(frozenset(continued), frozenset(restarted), saved, kept, redone, turns, cuts)
 
 
 def _tokens_by_turn(calls: Iterable[Call]) -> Mapping[int, int]:

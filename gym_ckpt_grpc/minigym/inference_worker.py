@@ -75,7 +75,7 @@ class InferenceWorker:
         self.incarnation_id = uuid.uuid4().hex
         self.controls = WorkerControls()
         self.engine = Engine(tick=config.tick)
-        self.cuts = WorkerCuts(self.describe, self.controls)
+        self.cuts = WorkerCuts(self.describe, self.controls, listed=config.controls)
         self.calls: list[WorkerCall] = []
         """Every call in the order they began; kept only with controls."""
         self._config = config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal
@@ -30,6 +31,9 @@ from gym_ckpt_grpc.minigym.generation import (
 from gym_ckpt_grpc.minigym.inference_log import PROGRESS_EVERY, InferenceLog, ids_digest
 from gym_ckpt_grpc.minigym.token_context import following_ids, prompt_ids
 from gym_ckpt_grpc.minigym.worker_controls import CallName, WorkerControls
+from gym_ckpt_grpc.protocol import ControlError
+
+_log = logging.getLogger(__name__)
 
 State = Literal["running", "end", "cancelled"]
 
@@ -149,15 +153,27 @@ def seed_of(asked: WorkerRequest) -> int:
 async def make_call(
     asked: WorkerRequest, *, tokens: AsyncTokenStore | None, weight_version: int, log: InferenceLog
 ) -> WorkerCall:
-    """Fetch what the call goes on from and make it, without beginning. Raises ValueError or ControlError."""
+    """Fetch what the call goes on from and make it, without beginning. Raises ValueError or ControlError.
+
+    A cut that cannot be continued here and now costs a regeneration, never an error.
+    """
     asked.callable_tools()
     if asked.capture is None or tokens is None:
         generations = [_generation(asked, choice, ()) for choice in range(asked.n)]
         return WorkerCall(asked, generations, staged=None, log=log)
     admission = admission_from_json(asked.capture)
+    if admission.continuation is not None:
+        try:
+            return await _captured(asked, admission, tokens=tokens, weight_version=weight_version, log=log)
+        except (ControlError, ValueError) as error:
+            _log.warning("call %s is generated from its first token: %s", admission.call_id, error)
+    return await _captured(asked, admission.fresh(), tokens=tokens, weight_version=weight_version, log=log)
+
+
+async def _captured(
+    asked: WorkerRequest, admission: CaptureAdmission, *, tokens: AsyncTokenStore, weight_version: int, log: InferenceLog
+) -> WorkerCall:
     fetched = await fetch(admission, tokens)
-    if admission.continuation is not None and fetched.snapshot is None:
-        admission = admission.fresh()  # the cut is gone: it costs a regeneration, never an error
     prompt = _prompt(asked, admission, fetched)
     staged = StagedCall.begin(
         admission, tokens, prompt, fetched=fetched, weight_version=weight_version, output_limit=asked.max_tokens

@@ -89,7 +89,8 @@ class Admission:
         self.waiting = 0
         self.waiting_overflow = 0
         self._max_waiting = max_waiting
-        self._waiters: dict[asyncio.Future[None], str] = {}
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order they came
+        self._of_rollout: dict[str, dict[asyncio.Future[None], None]] = {}
         self._port: OwnerPort | None = None
         self._announced = False
 
@@ -146,9 +147,8 @@ class Admission:
 
     def wake(self, rollout_id: str) -> None:
         """Let the held requests of a rollout run their checks again: a mark rose, or a deletion ended."""
-        for waiter, rollout in self._waiters.items():
-            if rollout == rollout_id:
-                _wake(waiter)
+        for waiter in self._of_rollout.get(rollout_id, ()):
+            _wake(waiter)
 
     async def admit(self, attempt: Callable[[], T | Literal[Held.HELD]], episode: EpisodeId | None = None) -> T:
         """Run `attempt` until it admits or refuses; wait at the gate while it gives HELD.
@@ -176,13 +176,16 @@ class Admission:
 
     async def _held(self, rollout_id: str, caller: Caller | None) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[waiter] = rollout_id
+        of_rollout = self._of_rollout.setdefault(rollout_id, {})
+        self._waiters[waiter] = of_rollout[waiter] = None
         try:
             if caller is not None:
                 caller.hold(waiter)
             await waiter
         finally:
-            del self._waiters[waiter]
+            del self._waiters[waiter], of_rollout[waiter]
+            if not of_rollout:
+                del self._of_rollout[rollout_id]
 
     def counts(self) -> dict[str, int]:
         """Counts that every kind reports."""

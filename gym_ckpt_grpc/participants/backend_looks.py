@@ -26,8 +26,8 @@ LOOK_SHARE = 0.5
 """Part of what is left of a Restore that a look may take."""
 OPENING_LIMIT = 0.5
 """Seconds that an opening waits for fresh answers at most."""
-BATCH = 4096
-"""Cuts that one call asks about at most."""
+BATCH = 256
+"""Cuts that one call asks about at most: a backend reads the tokens of each, and what it has said is kept."""
 
 
 class BackendLooks:

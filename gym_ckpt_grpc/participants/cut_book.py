@@ -202,6 +202,7 @@ class CutBook:
         ticket.owed = True
         self._owed[ticket.id] = ticket
         self._blocking.set(ticket.number, BlockerReason.RUNNING, ticket.episode, PLACE)
+        self._changed()
 
     def _settle(self, ticket: Ticket) -> None:
         """The call is owed nothing any more."""

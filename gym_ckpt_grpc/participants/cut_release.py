@@ -176,6 +176,6 @@ class MadeCuts:
         by_backend: dict[str, list[str]] = {}
         for backend, cut_id in sorted(cuts):
             by_backend.setdefault(backend, []).append(cut_id)
-        made.cuts = made.cuts.difference(cuts)
+        made.cuts -= set(cuts)
         for backend, cut_ids in by_backend.items():
             self._release(backend, cut_ids)

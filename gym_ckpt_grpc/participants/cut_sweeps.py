@@ -195,6 +195,7 @@ class _Answer:
         self._asked = {call.ticket_id: call for call, _ in sweep.calls}
         self._judge = Judge(self._asked.values())
         self._failed: set[str] = set()
+        self._taken: set[str] = set()  # ids of cuts that were accepted
         self._trouble = "it was not acknowledged in time"
 
     async def read(self, budget: Budget, limit: float) -> None:
@@ -227,11 +228,14 @@ class _Answer:
     def _hear(self, header: SweepHeader | None, acks: Sequence[CutAck]) -> None:
         """Judge each alone: a bad one fails its own call and no other."""
         for ack in acks:
+            cut_id = ack.evidence.cut_id if ack.evidence is not None else ""
             if self.late:
-                self._calls.unwanted(self._name, ack)
+                if cut_id not in self._taken:  # else it is said twice, and a checkpoint may name the cut by now
+                    self._calls.unwanted(self._name, ack)
                 continue
             problem = self._judge.judge(ack) or ("" if header is not None else "no header came before it")
             if not problem and header is not None:
+                self._taken.add(cut_id)
                 self._calls.accept(self._name, header, ack)
                 continue
             log.warning("%s sent a bad acknowledgement for ticket %s: %s", self._name, ack.call.ticket_id, problem)

@@ -113,10 +113,10 @@ class PolicyGate:
 
         body: after server defaults, without anything that names the attempt; read now, and once. A call that is begun
         again, at another backend, is a new one. Raises UsageError for an unknown backend, TypeError for a body that
-        is no JSON. A visit that is no tagged call gives an inert call.
+        is no JSON. A visit that is no tagged call, or has ended already, gives an inert call.
         """
         call_id = uuid.uuid4().hex
-        if not isinstance(visit, Ticket):
+        if not isinstance(visit, Ticket) or visit.ended.done():
             return GenerationCall(call_id)
         if self._backends and backend not in self._backends:
             raise UsageError(f"there is no backend {backend!r}; there are {', '.join(sorted(self._backends))}")

@@ -95,7 +95,6 @@ class PolicyModelOwner(OwnerDefaults):
     async def close(self) -> None:
         """End background work. Only at the end of the process."""
         await self._sweeper.close()
-        await self._sweeper.close()
         await self._state.close()
 
     def _calls_of(self, rollout_id: str) -> list[Ticket]:

@@ -103,11 +103,16 @@ class PolicyState:
     # ---- export
 
     async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
-        """A record for each attempt of a list scope that has rows or cuts."""
+        """A record for each attempt of a list scope that has rows or cuts; retired ones are left out.
+
+        Raises StaleAttempt for one that is fenced without a mark: of its rows nothing is known, least that there are
+        none.
+        """
         if self._thread is None:
             return
         self.made.begin_export()
-        for episodes in batches(scope, EXPORT_BATCH):
+        for listed in batches(scope, EXPORT_BATCH):
+            episodes = [episode for episode in listed if not self._admission.refuses(episode)]
             left_out = self._undelivered_ids(episodes)
             rows = await self._thread.run(self._thread.ledger.export, episodes)
             # Looked at again: a call that began while the ledger was read may have a row in it.

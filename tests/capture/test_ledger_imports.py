@@ -16,6 +16,7 @@ from gym_ckpt_grpc.capture.imports import WrittenRows
 from gym_ckpt_grpc.control import Ledger, Row
 from gym_ckpt_grpc.protocol.errors import StaleAttempt, StateUnwritable, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.storage.local_files import LocalSink
 from tests.capture.ledger_rig import (
     ASK,
     R0,
@@ -405,6 +406,23 @@ def test_an_import_that_a_death_left_behind_is_removed_and_one_at_work_is_not(tm
     first.activate(at_work)
     assert calls(second, R1) == ["one"]
     assert list((tmp_path / "imports").iterdir()) == []
+
+
+def test_rows_of_several_targets_are_synced_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sync waits here for another one under way. One after the other, those of 16,000 rollouts take minutes."""
+    ledger, meet, real = CaptureLedger(tmp_path), threading.Barrier(2), LocalSink.sync
+    targets = [EpisodeId(f"e{number}", 1) for number in range(4)]
+    made(ledger, R0, "one")
+    rows = ledger.export([R0])[R0]
+
+    def sync(sink: LocalSink) -> None:
+        if sink._path.endswith(".rows"):
+            meet.wait(10)
+        real(sink)
+
+    monkeypatch.setattr(LocalSink, "sync", sync)
+    ledger.activate(ledger.stage(dict.fromkeys(targets, rows)))
+    assert [calls(ledger, target) for target in targets] == [["one"]] * 4
 
 
 def test_an_import_has_one_attempt_of_a_rollout(ledger: CaptureLedger) -> None:

@@ -14,7 +14,9 @@ from gym_ckpt_grpc.capture import (
     TokenRecord,
     cut_evidence,
     finished_cut,
+    staging,
 )
+from gym_ckpt_grpc.capture.token_records import build
 from gym_ckpt_grpc.protocol.errors import StateUnwritable, UsageError
 from tests.capture.staging_rig import (
     PROMPT,
@@ -82,6 +84,27 @@ async def test_chunks_join_to_what_one_record_would_hold(tokens: AsyncTokenStore
 
 
 # ---- the end
+
+
+async def test_records_are_built_beside_the_event_loop(
+    tokens: AsyncTokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing a long context takes milliseconds, and a sweep cuts every call of a worker at one moment."""
+    built: list[bool] = []
+
+    def watched(**fields: Any) -> TokenRecord:
+        built.append(threading.current_thread() is threading.main_thread())
+        return build(**fields)
+
+    monkeypatch.setattr(staging, "build", watched)
+    call = await begin(root(), tokens)
+    generate(call, 2)
+    cutting = asyncio.create_task(call.cut())
+    await asyncio.sleep(0)
+    generate(call, 3)
+    assert (await cutting).prefix_tokens == 2
+    assert (await call.complete("stop")).prefix_tokens == 5
+    assert built == [False, False]
 
 
 @pytest.mark.behaviour("P264")

@@ -145,6 +145,32 @@ def test_a_put_whose_sync_fails_is_refused(
     assert FileTokenStore(tmp_path / "tokens").keys() == ["r1/c1", "r1/c3"]
 
 
+@pytest.mark.behaviour("P265")
+def test_what_a_failed_write_leaves_hides_no_later_record(
+    store: FileTokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk in trouble may refuse to take it back as well; nothing may be written behind it."""
+    store.put([record("c1")])
+    real = os.write
+
+    def short(handle: int, data: bytes) -> int:
+        if len(data) < 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(handle, data[: len(data) - 10])
+
+    def refuse(handle: int, size: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "write", short)
+        broken.setattr(os, "ftruncate", refuse)
+        with pytest.raises(StateUnwritable):
+            store.put([record("c2")])
+    store.put([record("c3")])
+    for each in (store, FileTokenStore(tmp_path / "tokens")):
+        assert each.keys() == ["r1/c1", "r1/c3"]
+
+
 async def test_cuts_of_one_moment_share_their_syncs(store: FileTokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put([record("first")])
     synced = counting(monkeypatch)
@@ -204,6 +230,21 @@ def test_deleted_records_are_gone_for_everybody(store: FileTokenStore, tmp_path:
     store.put([record("c1", 4)])
     assert with_other.get("r1/c1") == record("c1", 4)
     with_other.close()
+
+
+def test_deleted_records_leave_nothing_in_memory(store: FileTokenStore, tmp_path: Path) -> None:
+    """A worker lives long, and each checkpoint deletes cuts; its logs stay, since completed calls stand in them."""
+    reader = FileTokenStore(tmp_path / "tokens")
+    other = FileTokenStore(tmp_path / "tokens")
+    for number in range(20):
+        store.put([record(f"done{number}"), record(f"cut{number}", cut_id="x")])
+        (store, other)[number % 2].delete([cut_key("r1", f"cut{number}", "x")])
+    late = FileTokenStore(tmp_path / "tokens")
+    for each in (store, other, reader, late):
+        assert len(each.keys()) == 20
+        assert each._deleted == set()
+    for each in (other, reader, late):
+        each.close()
 
 
 def test_spent_logs_are_removed(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def play(task: Task) -> Play:
     done, calls = False, list[tuple[int, ...]]()
     while True:
         tools = [] if done or len(calls) >= task.turns else list(server.tools)
-        generation = _generated(task, messages, tools)
+        generation = _generated(task.seed, messages, tools)
         calls.append(tuple(generation.ids))
         message = assistant_message(generation.digest, generation.ids, tools)
         messages.append(message)
@@ -75,9 +75,14 @@ def play(task: Task) -> Play:
     return Play(Result(reward, tuple(messages), dict(state)), tuple(calls))
 
 
-def _generated(task: Task, messages: list[dict[str, Any]], tools: list[Any]) -> Generation:
-    digest = request_digest(messages, tools, model="minigym", seed=task.seed)
-    generation = Generation(digest, task.seed, limit=LIMIT_OF_TOKENS)
+def answer(prompt: str, *, seed: int = 1) -> tuple[int, ...]:
+    """The tokens of one call without tools, as `Rig.ask` makes it."""
+    return tuple(_generated(seed, [{"role": "user", "content": prompt}], []).ids)
+
+
+def _generated(seed: int, messages: list[dict[str, Any]], tools: list[Any]) -> Generation:
+    digest = request_digest(messages, tools, model="minigym", seed=seed)
+    generation = Generation(digest, seed, limit=LIMIT_OF_TOKENS)
     while generation.finish_reason is None:
         generation.advance(0)
     return generation
@@ -113,7 +118,7 @@ def prove(task: Task) -> Play:
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
     calls: list[tuple[int, ...]] = []
     while True:
-        generation = _generated(task, messages, [])
+        generation = _generated(task.seed, messages, [])
         calls.append(tuple(generation.ids))
         messages.append(assistant_message(generation.digest, generation.ids, []))
         reward, state = server.judge(SESSION, {**task.setup, "messages": messages})

@@ -52,7 +52,7 @@ class World:
     let_go: set[tuple[str, int]] = field(default_factory=set)
     retired: set[EpisodeId] = field(default_factory=set)
     saved: Saved = field(default_factory=Saved)
-    restored: dict[tuple[int, str], Kept] = field(default_factory=dict)
+    restored: dict[tuple[int, EpisodeId], Kept] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     _holds: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -102,7 +102,8 @@ class World:
         async with self.gym.prepared() as checkpoint:
             before = len(self.highest)
             await self.start()
-            await self.gym.counted("environment", "waiting", len(self.highest) - before)
+            new = len(self.highest) - before
+            await self.gym.until("environment", lambda status: status.report.counts["waiting"] >= new)
             await self._commit(checkpoint)
 
     async def retire(self) -> None:
@@ -128,7 +129,8 @@ class World:
             assert set(continued) == set(self.saved.kept), "what was committed is what is restored"
         for rollout in list(self.highest):
             if rollout in continued:
-                self.restored[self.gym.life, rollout] = self.saved.kept[rollout]
+                episode = EpisodeId(rollout, continued[rollout])
+                self.restored[self.gym.life, episode] = self.saved.kept[rollout]
                 await self._send(rollout, continued[rollout], afresh=False)
             elif rollout not in self.results:
                 await self._give_up(rollout)
@@ -178,7 +180,7 @@ class World:
         return [rollout for rollout in self.gym.trainer.in_flight if self._calls_held(rollout)]
 
     async def _commit(self, checkpoint: Checkpoint) -> None:
-        await self.gym.settled(checkpoint)
+        await self.gym.settled()
         self.collect()
         results, let_go = dict(self.results), frozenset(self.let_go)
         await self.gym.commit(checkpoint)
@@ -219,9 +221,7 @@ class World:
         made = Counter((call.life, call.rollout_id, call.attempt) for call in calls)
         assert max(made.values()) <= CALLS, made
         for call in calls:
-            if kept := self.restored.get((call.life, call.rollout_id)):
-                if (EpisodeId(call.rollout_id, call.attempt)) in self.retired:
-                    continue
+            if kept := self.restored.get((call.life, EpisodeId(call.rollout_id, call.attempt))):
                 assert call.turn >= kept.calls, f"{call} was delivered before the checkpoint: {kept}"
                 assert call.reused == (kept.cut if call.turn == kept.calls else 0), f"{call}: {kept}"
 

@@ -143,10 +143,10 @@ class Rig:
         await checkpoint.commit(checkpoint.report.continued(self.in_flight if scope is None else scope))
         await checkpoint.publish()
 
-    async def settled(self, checkpoint: Checkpoint) -> None:
-        """Wait for replies that were on the wire at the cut: what the environment no longer holds has a result."""
-        held = checkpoint.report.participants["environment/environment/0"].counts["episodes"]
-        await until(lambda: len(self.trainer.in_flight) <= held)
+    async def settled(self) -> None:
+        """Wait, at a cut, for replies on the wire: what the environment neither runs nor holds has a result."""
+        counts = (await self.status("environment")).report.counts
+        await until(lambda: len(self.trainer.in_flight) <= counts["episodes"] + counts["waiting"])
 
     async def checkpoint(self, scope: Sequence[EpisodeId] | None = None) -> Checkpoint:
         """Take one and publish it; open again and intact on disk."""

@@ -21,8 +21,10 @@ FIELDS = {
     "lost",
     "different",
     "tokens_saved",
+    "tokens_kept",
     "tokens_redone",
     "turns_saved",
+    "generations_continued",
     "pause_ms",
     "bytes",
 }
@@ -42,9 +44,21 @@ def test_every_rollout_in_flight_continues_and_nothing_differs() -> None:
     assert report["continued"] == report["in_flight"]
     assert report["tokens_saved"] > 0
     assert report["turns_saved"] >= report["in_flight"]  # each had at least one turn behind it
+    assert report["generations_continued"] > report["in_flight"] / 2  # most were in the middle of one
+    assert report["tokens_kept"] > report["generations_continued"]
     assert report["tokens_redone"] > 0  # the crash came after further work, which is really lost
     assert report["pause_ms"] > 0
     assert report["bytes"] > 0
+
+
+def test_without_cuts_running_generations_are_made_again() -> None:
+    """What cuts are worth: everything else is kept as well without them."""
+    ended = run("demo", "--json", "--no-cuts", "--rollouts", "16")
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["lost"] == report["different"] == report["restarted"] == 0
+    assert report["continued"] == report["in_flight"] > 0
+    assert (report["tokens_kept"], report["generations_continued"]) == (0, 0)
 
 
 @pytest.mark.behaviour("E5")

@@ -11,7 +11,8 @@ import pytest
 from gym_ckpt_grpc.capture import FileTokenStore
 from gym_ckpt_grpc.minigym.tasks import Task
 from gym_ckpt_grpc.minigym.topology import Topology
-from tests.e2e.plays import counting, play
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+from tests.e2e.plays import answer, counting, play
 from tests.e2e.rig import COUNTER, HELD_AFTER, Rig, places, rig, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -43,9 +44,9 @@ async def test_a_cut_of_a_cut(tmp_path: Path) -> None:
     assert results["a"] == expected.result
 
 
-@pytest.mark.behaviour("E9")
+@pytest.mark.behaviour("E9", "E6")
 async def test_a_generation_that_finished_while_held(tmp_path: Path) -> None:
-    """The replacement gets the finished text, and no token is generated."""
+    """The replacement gets the finished text, and no token is generated. The undelivered call is not in the lineage."""
     async with rig(tmp_path, COUNTER) as gym:
         await gym.start()
         await gym.held_at_call(counting("a"), turn=1)
@@ -56,7 +57,9 @@ async def test_a_generation_that_finished_while_held(tmp_path: Path) -> None:
         await gym.crash()
         await gym.restore()
         results = await gym.finish()
-    [_, done], [again] = gym.calls("a", life=1), gym.calls("a", life=2)
+        lineage = gym.lineage(EpisodeId("a", 1))
+    [first, done], [again] = gym.calls("a", life=1), gym.calls("a", life=2)
+    assert lineage == [first.call_id, again.call_id]
     expected = play(gym.tasks["a"])
     assert (done.outcome, done.tokens) == ("end", expected.tokens[1])
     assert (again.continued_from, again.reused, again.tokens) == (done.call_id, expected.tokens[1], 0)
@@ -86,7 +89,7 @@ async def test_two_parallel_calls_of_one_episode(tmp_path: Path) -> None:
     assert len(again) == 3
     assert all(call.reused == HELD_AFTER for call in again)
     assert all(call.continued_from == cut[call.context_digest].call_id for call in again)
-    assert len({reply["choices"][0]["message"]["content"] for reply in replies}) == 2
+    assert [reply["token_ids"] for reply in replies] == [list(answer(prompt)) for prompt in prompts]
 
 
 @pytest.mark.behaviour("E11")

@@ -24,7 +24,9 @@ async def test_a_rollout_retired_in_mid_flight_leaves_nothing(tmp_path: Path) ->
         await gym.held_at_call(counting("a"), turn=1)
         async with gym.coordinator() as coordinator:
             await coordinator.retire([gone])
-            for name, status in (await gym.statuses()).items():
+            statuses = await gym.statuses()
+            assert statuses["counter"].extra["retired_sessions"] == "1"
+            for name, status in statuses.items():
                 assert set(status.report.counts.values()) <= {0}, name
                 assert status.marks_held == 1, name
             gym.send([gym.tasks["a"]])

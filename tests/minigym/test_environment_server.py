@@ -164,31 +164,39 @@ async def test_over_a_restart_only_resources_server_the_episode_is_a_restart() -
     assert run.answer.status == 200
 
 
+async def test_a_tool_under_way_is_waited_for() -> None:
+    """It may not count twice."""
+    first = Life()
+    hold = first.peers.hold(TOOL)
+    run = await first.run(first.task(SETUP, TURNS))
+    await hold.wait()
+    await close(first.owners["agent"])
+    assert not first.owners["agent"].is_ready()
+    await first.bury(run, hold)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_reply_with_tool_calls_is_at_a_boundary_before_any_tool_runs(stream: bool) -> None:
-    """It came while closed; after a crash its tools run, and it is not asked for again."""
+@pytest.mark.parametrize("gated", [True, False])
+async def test_a_reply_that_came_while_closed_is_not_asked_for_again(stream: bool, gated: bool) -> None:
+    """Kept before the boundary of its call; or, if its gate was not seen, in the boundary before its tools run."""
     result, model = await twin(), Model()
     first = Life(model=model)
     task = {**first.task(SETUP, TURNS), "stream": stream}
-    hold = first.peers.hold(TOOL)
+    asked = first.peers.hold(ASK, after=True)
     run = await first.run(task)
-    await hold.wait()
-    agent = first.owners["agent"]
-    await close(agent)
-    assert not agent.is_ready()  # the tool runs
-    await reopen(agent)
-    asked = first.peers.hold(ASK, 2, after=True)
-    hold.go.set()
+    first.agent.policy.gated = gated
     await asked.wait()
     await first.close()
+    assert first.owners["agent"].is_ready() is gated
     asked.go.set()
     await spin(40)
     records = await first.taken()
     (record,) = records["agent"]
-    assert (len(record.decode("boundary")["messages"]), "kept_replies" in record.payloads) == (3, True)
+    messages = record.decode("boundary")["messages"]
+    assert (len(messages), "kept_replies" in record.payloads) == ((1, True) if gated else (2, False))
     second = Life(model=model)
     await second.restore(records)
     assert (await ended(await second.run(task, R1))).json() == result
-    assert second.peers.made == [INVOKE, TOOL, ASK, CLOSE_AGENT, VERIFY, CLOSE]
+    assert second.peers.made == [INVOKE, *WHOLE[4:]]
     assert [len(each) for each in model.asked] == [1, 3, 5]
-    await first.bury(run, hold, asked)
+    await first.bury(run, asked)

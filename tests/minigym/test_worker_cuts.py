@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -225,3 +227,46 @@ async def test_a_call_whose_cut_is_gone_is_generated_anew(tmp_path: Path) -> Non
         call, found = await rounds.finish()
     assert found == whole
     assert (call.reused, call.continued_from) == (0, "")
+
+
+@pytest.mark.behaviour("P151")
+@pytest.mark.parametrize("why", ["newer weights", "other tokens", "damaged", "another parent"])
+async def test_a_cut_that_does_not_fit_any_more_costs_a_regeneration_and_no_error(tmp_path: Path, why: str) -> None:
+    """What the policy model server last heard of the worker may be old: its weights, and what it has staged."""
+    async with _rounds(tmp_path) as rounds:
+        whole = told(await generate(rounds.worker, root("whole")), tmp_path)
+        rounds.worker.weight_version = 3 if why == "newer weights" else 0
+        await rounds.cut_at(root("cut"), 6)
+        rounds.worker.weight_version = 0
+        if why == "other tokens":
+            rounds.last_cut = replace(rounds.last_cut, prefix_digest="0" * 64)
+        if why == "another parent":
+            rounds.last_cut = replace(rounds.last_cut, source_call_id="other")
+        if why == "damaged":
+            _damage(tmp_path, rounds.last_cut.staging_keys[0])
+        call, found = await rounds.finish()
+    assert found == whole
+    assert (call.reused, call.continued_from) == (0, "")
+
+
+def _damage(directory: Path, key: str) -> None:
+    """Change the last byte of a staged record."""
+    (path,) = (directory / "staged").glob("*.tokens")
+    data = bytearray(path.read_bytes())
+    end = data.find(b"GTK", data.rfind(key.encode()))
+    data[end - 1] ^= 1
+    path.write_bytes(data)
+
+
+async def test_a_worker_that_is_not_tested_keeps_no_list_of_cuts(tmp_path: Path) -> None:
+    """And of calls that have ended, only where their tokens stand."""
+    async with running_worker(tmp_path, controls=False) as worker:
+        call = await worker.begin(request(root("mine")))
+        await worker.run(call)
+        evidence = await cut(worker, call)
+        assert await worker.cuts.release(["unknown"]) == [False]
+        assert (evidence.finish_reason, worker.cuts.asked, worker.cuts.released) == ("stop", [], [])
+        gone = weakref.ref(call)
+        del call
+        gc.collect()
+        assert gone() is None

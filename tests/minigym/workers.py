@@ -24,9 +24,8 @@ MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "count to nine"}]
 @asynccontextmanager
 async def running_worker(directory: Path, **settings: Any) -> AsyncIterator[InferenceWorker]:
     """A worker with a token store; as fast as it can be."""
-    config = WorkerConfig(
-        log=directory / "inference.jsonl", staged=directory / "staged", tick=0, controls=True, **settings
-    )
+    defaults = {"log": directory / "inference.jsonl", "staged": directory / "staged", "tick": 0, "controls": True}
+    config = WorkerConfig(**(defaults | settings))
     worker = InferenceWorker(config)
     async with worker.serving():
         yield worker

@@ -177,6 +177,26 @@ async def test_a_refusal_of_the_policy_gate_reaches_the_caller_as_that_refusal(r
         await running
 
 
+async def test_a_reply_is_kept_no_longer_than_to_the_next_boundary(rig: AgentRig) -> None:
+    """Which has what it said."""
+    go = asyncio.Event()
+
+    async def loop(session: SessionContext, state: Any) -> Any:
+        await rig.policy.call(session, "/v1/responses", {"turn": 0})
+        await session.boundary({"turn": 1})
+        session.begin_waiting()
+        await go.wait()
+        session.end_waiting()
+
+    running = asyncio.create_task(rig.owner.invoke(R, "k", loop))
+    await spin()
+    await rig.answer()
+    (record,) = await rig.checkpoint()
+    assert (record.decode("boundary"), "kept_replies" in record.payloads) == ({"turn": 1}, False)
+    go.set()
+    await running
+
+
 async def test_a_failed_reply_that_came_while_closed_is_not_kept(rig: AgentRig) -> None:
     running = rig.invoke()
     await spin()

@@ -178,6 +178,19 @@ async def test_a_step_that_fails_while_closed_makes_the_run_start_over_from_its_
 
 
 @pytest.mark.behaviour("P192")
+async def test_a_run_that_comes_to_its_owner_only_while_closed_is_held_there(rig: LegacyRig) -> None:
+    """The gate had admitted its request, which waited for a place of the author's own until the close."""
+    await close(rig.owner)
+    running = rig.run()
+    await spin()
+    assert (rig.log, rig.contexts, rig.owner.report(9).counts["waiting"]) == ([], {}, 1)
+    assert await exported(rig.owner) == []
+    await reopen(rig.owner)
+    await rig.answer()
+    assert await running == ["r", {"answer": "ok"}]
+
+
+@pytest.mark.behaviour("P192")
 async def test_a_new_run_while_closed_is_held_and_the_self_call_of_a_running_one_passes(rig: LegacyRig) -> None:
     """Over the middleware; the self-call parks at its first boundary."""
     at_self_call = asyncio.Event()
@@ -334,7 +347,8 @@ async def test_a_run_marked_as_a_restart_neither_blocks_nor_parks_nor_is_exporte
             await ctx.seed_reply({"x-gymckpt-restart": "1"})
         inner = asyncio.create_task(rig.owner.invoke(R, run_key(R), loop))
         await spin()
-        await ctx.mark_restart()
+        if late:
+            await ctx.mark_restart()
         return await inner
 
     running = asyncio.create_task(rig.owner.run(R, {}, protocol))

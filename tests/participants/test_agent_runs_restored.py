@@ -180,7 +180,7 @@ async def test_a_run_closed_upon_during_its_restore_hook_is_exported(rig: Legacy
     await spin()
     (second,) = await exported(other.owner)
     assert (second.episode, second.decode("session"), steps(second)) == (R1, {"of": "run:r"}, {"next": "loop"})
-    assert (other.hooks[1], other.log) == (("export", ["run:r-a1"]), [])
+    assert (other.hooks[1], other.contexts) == (("export", ["run:r-a1"]), {})
     await reopen(other.owner)
     await other.answer()
     assert await running == ["r-a1", {"answer": "ok"}]
@@ -310,7 +310,9 @@ async def test_a_retire_stops_the_run_and_its_loop_once_waits_for_both_and_then_
 
 
 @pytest.mark.behaviour("P26")
-async def test_a_retire_during_the_restore_hook_waits_for_it_and_leaves_nothing(rig: LegacyRig) -> None:
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_retire_during_the_restore_hook_waits_for_it_and_leaves_nothing(closed: bool, rig: LegacyRig) -> None:
+    """Its protocol never begins."""
     record = await rig.record_at("loop")
     other = LegacyRig()
     other.restore_gate = asyncio.Event()
@@ -320,13 +322,14 @@ async def test_a_retire_during_the_restore_hook_waits_for_it_and_leaves_nothing(
     await spin()
     retiring = asyncio.create_task(retire(other.owner, other.port, R1))
     await spin()
-    await close(other.owner, 2)
+    if closed:
+        await close(other.owner, 2)
     assert (retiring.done(), blockers(other)) == (False, [(BlockerReason.RETIRING, "")])
     other.restore_gate.set()
     await retiring
     with pytest.raises(StaleAttempt):
         await claim
-    assert (other.states, other.hooks[1:], other.log) == ({}, [("retire", ["run:r-a1"])], [])
+    assert (other.states, other.hooks[1:], other.contexts) == ({}, [("retire", ["run:r-a1"])], {})
     assert (other.owner.is_ready(), other.owner.restored_pending()) == (True, frozenset())
     assert await exported(other.owner) == []
 

@@ -151,6 +151,16 @@ async def test_a_stream_that_breaks_while_closed_raises_after_resume_and_a_cance
     assert rig.open_streams == 0
 
 
+@pytest.mark.behaviour("P186")
+async def test_closing_a_session_that_reads_a_stream_does_not_wait_for_resume(rig: StreamRig) -> None:
+    running = await rig.started()
+    await close(rig.owner)
+    await rig.owner.close_session(R, "k")
+    with pytest.raises(StaleAttempt):
+        await running
+    assert (rig.owner.is_ready(), rig.open_streams) == (True, 0)
+
+
 @pytest.mark.behaviour("P184")
 async def test_a_loop_that_stops_reading_while_closed_stays_until_resume(rig: StreamRig) -> None:
     left: list[str] = []

@@ -351,3 +351,23 @@ async def test_an_untagged_call_is_never_in_an_inventory() -> None:
     assert await judge.answered() == 200
     assert (rig.cuts(), rig.hooks.leased) == ((1, 1, 0, 0), [running.id])
     assert await rig.finish([running]) == [200]
+
+
+@pytest.mark.behaviour("P149")
+@virtual
+async def test_a_handler_that_begins_after_its_request_has_ended_takes_no_cut_and_blocks_nothing() -> None:
+    """As one that shields its work from a caller that leaves."""
+    rig = CutsRig(FakeBackend("b"))
+    running = rig.arrive(R)
+    await settle()
+    rig.close()
+    assert running.client is not None
+    running.client.task.cancel()
+    await settle()
+    assert running.ticket is not None
+    late = rig.gate.begin_generation(running.ticket, {"n": 2}, backend="b", model="m")
+    later = rig.gate.begin_generation(running.ticket, {}, backend="b", model="m")
+    later.registered()
+    later.finished(finished("own"))
+    assert (late.continuation, later.continuation, rig.hooks.leased) == (None, None, [])
+    assert (rig.ready, rig.cuts()) == (True, (0, 0, 0, 0))

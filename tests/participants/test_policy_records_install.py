@@ -477,3 +477,19 @@ async def test_a_stage_that_is_cancelled_leaves_no_import_behind(lives: Lives, t
     go.set()
     await retire(server.owner, server.port, S)  # the ledger's thread has ended what came before
     assert [name for name in tree(tmp_path / "other") if name.startswith("imports")] == []
+
+
+async def test_deletions_that_come_together_are_one_batch(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch costs syncs, and a Commit or a dead controller's lease may delete thousands."""
+    episodes = [EpisodeId(f"e{number}") for number in range(50)]
+    server = lives.start()
+    await server.restore([], *episodes)
+    real, discarded = ledger_of(server).discard, list[int]()
+
+    def discard(batch: Sequence[EpisodeId]) -> None:
+        discarded.append(len(batch))
+        real(batch)
+
+    monkeypatch.setattr(ledger_of(server), "discard", discard)
+    await asyncio.gather(*map(server.owner.delete_restored, server.owner.restored_pending()))
+    assert (server.owner.restored_pending(), discarded) == (frozenset(), [50])

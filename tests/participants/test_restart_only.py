@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,10 @@ class Rig:
 
 
 @pytest.fixture
-async def rig() -> Rig:
-    return Rig()
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.go.set()  # after a test that failed half way: its work would outlive every cancel
 
 
 @pytest.mark.behaviour("P197")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from gym_ckpt_grpc.control import Budget, CutEvidence, CutPresence
 from gym_ckpt_grpc.participants import backend_looks
-from gym_ckpt_grpc.protocol.errors import StateUnwritable
-from gym_ckpt_grpc.protocol.ids import RestoreScope
+from gym_ckpt_grpc.protocol.errors import OutOfTime, StateUnwritable
+from gym_ckpt_grpc.protocol.ids import EpisodeId, RestoreScope
 from tests.participants.fakes import R1, R, close, restore, spin
 from tests.participants.policy_rig import FakeBackend, PolicyServer
 from tests.participants.test_policy_records_export import read
@@ -101,6 +102,29 @@ async def test_a_backend_that_cannot_be_asked_is_asked_again_in_the_background(l
     await spin()
     assert server.counts("restored_cuts", "cuts_missing") == ((1, 0) if still_there else (0, 1))
     assert (await answered(server) is not None) == still_there
+
+
+async def test_what_a_slow_backend_has_said_is_not_asked_again(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the tokens of all cuts it is asked about, so that many at once could never be told in time."""
+    episodes = [EpisodeId(f"e{number}") for number in range(2 * backend_looks.BATCH + 1)]
+    server = lives.start()
+    for episode in episodes:
+        await server.begin(episode)
+    records = await server.checkpoint(*episodes)
+    restored, asked = lives.start(disk="other"), list[int]()
+
+    async def check(cuts: Sequence[CutEvidence], budget: Budget) -> list[CutPresence]:
+        asked.append(len(cuts))
+        if len(asked) in (2, 4):
+            raise OutOfTime("it reads slowly")
+        return [CutPresence.PRESENT for _ in cuts]
+
+    monkeypatch.setattr(lives.worker, "check", check)
+    await restored.restore(records)
+    async with asyncio.timeout(10):
+        while len(asked) < 5:
+            await asyncio.sleep(0.01)
+    assert asked == [256, 256, 256, 1, 1]
 
 
 async def test_a_hung_backend_holds_up_neither_restore_nor_resume_for_long(

@@ -24,10 +24,13 @@ FAULTS = {
 """Code -> faults of which one must have been in force for a call to fail with it."""
 CAN_FAIL = {
     "prepare": {"INTERNAL", "DEADLINE_EXCEEDED", "STALE_CHECKPOINT"},
-    "capture": {"EXPORT_FAILED", "RESTART_IN_SCOPE", "DEADLINE_EXCEEDED", "STALE_CHECKPOINT", "INVALID_PHASE"},
+    "capture": {
+        *("EXPORT_FAILED", "RESTART_IN_SCOPE", "DEADLINE_EXCEEDED", "STALE_CHECKPOINT", "INVALID_PHASE"),
+        "STALE_ATTEMPT",
+    },
     "commit": {
         *("EXPORT_FAILED", "RESTART_IN_SCOPE", "DEADLINE_EXCEEDED", "STALE_CHECKPOINT", "INVALID_PHASE"),
-        *("STATE_UNWRITABLE", "CHECKPOINT_CONFLICT", "INTERNAL"),
+        *("STATE_UNWRITABLE", "STALE_ATTEMPT", "CHECKPOINT_CONFLICT", "INTERNAL"),
     },
     "resume": {"DEADLINE_EXCEEDED"},
     "restore": {
@@ -63,6 +66,8 @@ def check_answer(world: World, call: Pending, answer: Answer) -> None:
         reason = opened is None or opened.id != op["id"] or opened.ending
     elif code == "RESTART_IN_SCOPE":
         reason = call.restarts
+    elif code == "STALE_ATTEMPT" and op.name != "restore":
+        reason = any(world.node.subject.floor(e.rollout_id) > e.attempt for e in episodes(op["scope"] or []))
     elif code == "STATE_NOT_FOUND":
         reason = op["source"] not in world.manifests
     elif code == "CHECKPOINT_CONFLICT":
@@ -152,7 +157,7 @@ def _check_at_work(world: World, phase: str) -> None:
     if phase not in WORK or not world.time.exact:
         return
     steps = world.node.owner.steps
-    held_up = any(steps[name].inside for name in WORK[phase])
+    held_up = any(steps[name].inside for name in WORK[phase]) or world.node.subject.hangs()
     retries = phase == "RESTORING" and steps["open"].failed  # with back-off
     writes = phase == "COMMITTING" and (world.files.held or world.files.publishing)
     assert held_up or retries or writes, f"{phase} and nothing to be done"
@@ -179,9 +184,10 @@ def check_lease(world: World, call: Pending) -> None:
 
 
 async def check_lists(world: World) -> None:
-    """R3: the list of blockers has each once, as many as the count says."""
+    """R3: the list of blockers has each episode once, and all that the report names."""
     listed = [e async for batch in world.node.owner.list_episodes(EpisodeListKind.BLOCKING) for e in batch]
-    assert len(listed) == len(set(listed)) == world.node.owner.report(100).blocker_count, f"R3: {listed}"
+    blocking = {blocker.episode for blocker in world.node.owner.report(100).blockers if blocker.episode}
+    assert len(listed) == len(set(listed)) and set(listed) == blocking, f"R3: {listed}"
 
 
 def look_at_disk(world: World) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from tests.random import faulty_owner, steered_files
+from tests.random.kinds import KINDS
 from tests.random.ops import Op, episodes, op
 from tests.random.world import World
 
@@ -41,21 +42,30 @@ class Generator:
         self.sent: list[Op] = []
         self._ids = 0
         self._epoch = 1
-        self._queue: list[Op] = []
+        self._queue: list[Op | Callable[[], Op]] = []
+        self._lively = bool(KINDS[world.kind].moves)
+        self._passing = (0.02, 0.1, 0.3, 0.7, *PASSING) if self._lively else PASSING
 
     def next(self) -> Op:
         """The next operation."""
         if self._queue:
-            return self._queue.pop(0)
+            queued = self._queue.pop(0)
+            return self._sent(queued if isinstance(queued, Op) else queued())
         pools = [NEXT[self.world.model.phase], OTHERS, [*MOVES, *self.world.node.subject.moves]]
-        kind = self.random.choice(self.random.choices(pools, weights=(4, 4, 2))[0])
+        weights = (4, 3, 5) if self._lively else (4, 4, 2)
+        kind = self.random.choice(self.random.choices(pools, weights=weights)[0])
         if self.random.random() < 0.01:
             kind = "crash"
         if self.random.random() < 0.03:
             self._queue += self._story()
+        if self._lively and self.random.random() < 0.15:
+            self._queue += self._round_of_life()
         if self.world.served and kind == "advance" and self.random.random() < 0.5:
             kind = "step"
         chosen: Op = getattr(self, f"_{kind}")()
+        return self._sent(chosen)
+
+    def _sent(self, chosen: Op) -> Op:
         if chosen.is_call:
             self.sent.append(chosen)
         return chosen
@@ -85,7 +95,8 @@ class Generator:
         chosen = self.random.sample(ROLLOUTS, k=min(count, len(ROLLOUTS)))
         found = []
         for rollout in chosen:
-            attempt = marks.get(rollout, -1) + 1 if self.random.random() < 0.8 else self.random.randrange(3)
+            least = max(marks.get(rollout, -1) + 1, self.world.node.subject.floor(rollout))
+            attempt = least if self.random.random() < 0.8 else self.random.randrange(3)
             pending = [e.attempt for e in self.world.node.owner.restored_pending() if e.rollout_id == rollout]
             found.append(EpisodeId(rollout, max([attempt, *pending])).capture_key)
         return found
@@ -144,7 +155,7 @@ class Generator:
         return op("fault", hook=hook, mode=faulty_owner.OK)
 
     def _advance(self) -> Op:
-        return op("advance", seconds=self.random.choice(PASSING))
+        return op("advance", seconds=self.random.choice(self._passing))
 
     def _cancel(self) -> Op:
         return op("cancel", which=self.random.randrange(8))
@@ -180,6 +191,40 @@ class Generator:
             k=2,
         )
         return [*first, *(each() for each in then), self._calm_all(first[0])]
+
+    def _round_of_life(self) -> list[Callable[[], Op]]:
+        """A whole checkpoint of what is alive, with things happening meanwhile; often a crash and a restore of it."""
+        happens = [self._arrive, self._stir, self._stir, self._stir, self._advance, self._step]
+        some: list[Callable[[], Op]] = self.random.choices(happens, k=self.random.randrange(1, 5))
+        some += [self._arrive] * self.random.randrange(1, 5)
+        others: list[Callable[[], Op]] = self.random.choices(happens, k=self.random.randrange(0, 4))
+        found = [*some, self._roomy_prepare, *others, self._park, self._park, self._short_wait, self._commit_all]
+        found += self.random.choice([[], [self._stir], [self._short_wait], [self._resume_keep]])
+        if self.random.random() < 0.5:
+            return [*found, self._resume]
+        return [*found, self._crash, self._restore_all, self._stir, self._resume, self._arrive, *some, *others]
+
+    def _roomy_prepare(self) -> Op:
+        fresh = self.world.model.opened is None
+        who = self._who(**({"id": self._new_id()} if fresh else {}), deadline=30.0)
+        return op("prepare", within=self.random.choice((0.5, 2.0, 8.0)), ttl=30.0, **who)
+
+    def _short_wait(self) -> Op:
+        return op("advance", seconds=self.random.choice((0.05, 0.3, 0.6, 1.0, 2.0)))
+
+    def _commit_all(self) -> Op:
+        alive = {episode for rollout in ROLLOUTS for episode in self.world.node.subject.here(rollout)}
+        scope = sorted(episode.capture_key for episode in alive if not self.world.model.refuses(episode))
+        who = self._who(deadline=30.0)
+        return op("commit", scope=scope, place=who["id"], stop=False, **who)
+
+    def _restore_all(self) -> Op:
+        known = self.world.manifests
+        if not known:
+            return self._prepare()
+        source = list(known)[-1]
+        chosen = sorted(known[source].counts)
+        return self._restore_call(source, chosen, [episode.attempt + 1 for episode in chosen])
 
     def _calm_all(self, fault: Op) -> Op:
         if fault.name == "files":

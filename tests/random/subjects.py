@@ -55,6 +55,9 @@ class Subject:
     lists_only = False
     moves: Sequence[str] = ()
 
+    def __init__(self, clock: Clock, outside: Outside) -> None:
+        raise NotImplementedError
+
     def is_open(self) -> bool:
         raise NotImplementedError
 
@@ -62,11 +65,16 @@ class Subject:
         """What is alive of a rollout, or restored and not started."""
         raise NotImplementedError
 
+    def floor(self, rollout_id: str) -> int:
+        """The first attempt of a rollout that its disk allows."""
+        return 0
+
     def start(self, episode: EpisodeId) -> None:
         raise NotImplementedError
 
     def arrive(self, episode: EpisodeId, choice: int) -> None:
         """Like `start`, in a way that `choice` decides."""
+        self.start(episode)
 
     def stir(self, choice: int) -> None:
         """Something that `choice` decides happens to what runs, or to what the server needs."""
@@ -87,6 +95,10 @@ class Subject:
     def expected(self, episode: EpisodeId) -> int | None:
         """What a record of it must say, or None if this server cannot tell."""
         return None
+
+    def hangs(self) -> bool:
+        """Whether something it waits for in a hook hangs."""
+        return False
 
     def calm(self) -> None:
         """Whatever the server needs works again."""

@@ -70,6 +70,11 @@ class Worker:
             self._modes[what] = choice.choice(MODES[what])
         self._look_again()
 
+    @property
+    def hangs(self) -> bool:
+        """Whether it does not answer questions about itself or its cuts."""
+        return HANG in (self._modes["describe"], self._modes["check"])
+
     def calm(self) -> None:
         """All works from here on."""
         self._modes = dict.fromkeys(MODES, OK)
@@ -125,8 +130,8 @@ class Worker:
         assert made.evidence is not None
         if kind == "finished":
             self.cuts.pop(made.evidence.cut_id)
-            own = replace(made.evidence, cut_id=f"finished.{call.model_call_id}", finish_reason="length")
-            self.own[own.cut_id] = own
+            own = replace(made.evidence, cut_id=f"whole.{call.model_call_id}", finish_reason="length")
+            own = self.own.setdefault(own.cut_id, own)  # the same each time: it names what the call itself staged
             return [CutAck(call, CutDisposition.FINISHED, evidence=own)]
         if kind == "bad_evidence":
             return [replace(made, evidence=replace(made.evidence, prefix_digest="none"))]
