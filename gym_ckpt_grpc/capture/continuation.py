@@ -12,10 +12,10 @@ from typing import Any
 from gym_ckpt_grpc.capture.json_fields import Fields, call_id_problem, capture_key_problem, digest_problem
 from gym_ckpt_grpc.capture.token_records import TokenRecord, tokens_digest
 from gym_ckpt_grpc.control import Continuation
+from gym_ckpt_grpc.control.generation import FINISH_REASONS
 from gym_ckpt_grpc.protocol.errors import StateCorrupt
 
 SCHEMA_VERSION = 1
-FINISH_REASONS = ("stop", "length")
 
 
 def continuation_to_json(continuation: Continuation) -> dict[str, Any]:

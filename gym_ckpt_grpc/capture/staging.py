@@ -22,11 +22,12 @@ from functools import partial
 from typing import NoReturn, Self
 
 from gym_ckpt_grpc.capture.admission import CaptureAdmission, Coordinates, admission_problems
-from gym_ckpt_grpc.capture.continuation import FINISH_REASONS, Snapshot
+from gym_ckpt_grpc.capture.continuation import Snapshot
 from gym_ckpt_grpc.capture.json_fields import MAX_TOKEN_ID, number_problem, refuse
 from gym_ckpt_grpc.capture.token_records import Kind, TokenRecord, build, tokens_digest
 from gym_ckpt_grpc.capture.token_store import AsyncTokenStore
 from gym_ckpt_grpc.control import CutEvidence
+from gym_ckpt_grpc.control.generation import FINISH_REASONS
 from gym_ckpt_grpc.protocol.errors import ControlError, StateNotFound, UsageError, Violation
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,8 @@ class StagedCall:
         output_limit: int,
     ) -> Self:
         """Begin to capture. Everything wrong here is the caller's error, InvalidArgument: no call exists afterwards.
+
+        A cut that does not fit costs its continuation, not the call: begin again with `admission.fresh()`.
 
         prompt_ids: as the engine gets them: the prefix and what follows it; for a continuation the prefix and the
         delta of the cut, exactly. weight_version: of the weights in use now, >= 0. output_limit: most tokens of the
@@ -247,7 +250,7 @@ class StagedCall:
             if self.coordinates.capture_failed:
                 raise UsageError(f"call {self.admission.call_id} was not captured: {self.coordinates.capture_failed}")
             return finished_cut(self.coordinates)
-        record = await self._store.run(self._builder("cut", uuid.uuid4().hex))
+        record = await self._store.build(self._builder("cut", uuid.uuid4().hex))
         try:
             await self._store.put([record])
         except asyncio.CancelledError:
@@ -272,7 +275,7 @@ class StagedCall:
 
     async def _stage(self, finish_reason: str, stop_reason: str) -> Coordinates:
         try:
-            record = await self._store.run(self._builder("completion", "", finish_reason, stop_reason))
+            record = await self._store.build(self._builder("completion", "", finish_reason, stop_reason))
             await self._store.put([record])
         except Exception as error:
             _log.warning("call %s was not captured", self.admission.call_id, exc_info=True)

@@ -63,6 +63,8 @@ class AsyncTokenStore:
         self._closed = False
         # Threads of its own: the loop's common ones may all be busy where a cut has a second.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="token store")
+        # Another: what is built is stored while the next is built, so a sweep short of time has its first cuts.
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="token records")
 
     async def put(self, records: Sequence[TokenRecord]) -> None:
         """Return once all are durable. Raises StateUnwritable. Cancelling it leaves the write under way."""
@@ -79,15 +81,15 @@ class AsyncTokenStore:
 
     async def get(self, keys: Sequence[str]) -> dict[str, TokenRecord]:
         """The records of these keys that there are. Raises StateCorrupt."""
-        return await self.run(lambda: self.store.get_many(keys))
+        return await self._run(lambda: self.store.get_many(keys))
 
     async def keys(self, prefix: str = "") -> list[str]:
         """All keys that begin like this, sorted."""
-        return await self.run(lambda: self.store.keys(prefix))
+        return await self._run(lambda: self.store.keys(prefix))
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Do work that takes a while in one of the store's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def build(self, record: Callable[[], TokenRecord]) -> TokenRecord:
+        """Build a record, which takes a while with a long context, beside the event loop and the store's own work."""
+        return await asyncio.get_running_loop().run_in_executor(self._builder, record)
 
     async def close(self) -> None:
         """Finish the writes under way, refuse later ones."""
@@ -95,8 +97,12 @@ class AsyncTokenStore:
         if self._writer is not None:
             await asyncio.wait([self._writer])
         self._threads.shutdown(wait=False)
+        self._builder.shutdown(wait=False)
 
     # ---- inside
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _ask(self, records: Sequence[TokenRecord], keys: Sequence[str]) -> frozenset[str]:
         if self._closed:
@@ -135,7 +141,7 @@ class AsyncTokenStore:
             return
         result: frozenset[str] | Exception
         try:
-            result = await self.run(work)
+            result = await self._run(work)
         except Exception as error:
             result = error
         for write in writes:

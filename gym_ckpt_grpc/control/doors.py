@@ -1,15 +1,18 @@
-"""The end of a checkpoint: opening admission, tried until it works, and telling what became of the records."""
+"""The end of a checkpoint: opening admission, tried until it works, telling what became of the records, and freeing
+what was installed for nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import Opening, OpeningCause
 from gym_ckpt_grpc.control.tasks import set_within
 from gym_ckpt_grpc.control.work import Work
+from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.phases import Phase
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
@@ -59,3 +62,12 @@ def tell_fate(core: Core, work: Work, *, durable: bool) -> None:
         core.owner.write_ended(work.checkpoint_id, durable)
     except Exception as error:
         log.error("the owner failed on the end of the write of %s: %s", work.checkpoint_id, error)
+
+
+async def free_restored(core: Core, episodes: Iterable[EpisodeId]) -> None:
+    """Free what a Restore made live, side by side; one whose hook fails keeps no other from being freed."""
+    listed = list(episodes)
+    results = await asyncio.gather(*map(core.owner.delete_restored, listed), return_exceptions=True)
+    for episode, result in zip(listed, results, strict=True):
+        if isinstance(result, BaseException):
+            log.error("freeing restored %s failed: %r", episode, result)

@@ -20,6 +20,9 @@ Row = Mapping[str, Any]
 
 # ---- cuts ------------------------------------------------------------------------------------------------
 
+FINISH_REASONS = ("stop", "length")
+"""Why a generation can have ended by itself."""
+
 
 class CutDisposition(enum.IntEnum):
     """Mirror of `gymckpt.v1.CutDisposition`, without its prefix; a test keeps the two equal."""

@@ -7,8 +7,8 @@ from functools import partial
 
 from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.core import Core
-from gym_ckpt_grpc.control.doors import give_up
-from gym_ckpt_grpc.control.error_details import log, unexpected
+from gym_ckpt_grpc.control.doors import free_restored, give_up
+from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import Closing, HookFailed, InvalidState
 from gym_ckpt_grpc.control.work import RestoreReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, InstallFailed, StaleCheckpoint, StateCorrupt
@@ -56,7 +56,7 @@ class Installing:
             kept.outside -= work.installed  # installed anew: no business of an earlier checkpoint
         if core.work is not work or core.machine.phase is not Phase.RESTORING:
             # A Resume came at the last moment: what it discards must not stay live.
-            await self._free(scope)
+            await free_restored(core, scope.targets.values())
             raise StaleCheckpoint(f"restore {work.checkpoint_id} was resumed before it ended")
         reply = RestoreReply(
             source_checkpoint_id=location.checkpoint_id,
@@ -97,21 +97,13 @@ class Installing:
         try:
             self._require_waiter(work)
         except InstallFailed:
-            await self._free(scope)
+            await free_restored(self._core, scope.targets.values())
             raise
 
     def _require_waiter(self, work: Work) -> None:
         resumed = self._core.work is not work or self._core.machine.phase is not Phase.RESTORING
         if work.waiters == 0 and not resumed:
             raise InstallFailed("nobody waits for this install any more; it was discarded")
-
-    async def _free(self, scope: RestoreScope) -> None:
-        """Take back what was made live; an episode whose hook fails keeps no other from being freed."""
-        for target in scope.targets.values():
-            try:
-                await self._core.owner.delete_restored(target)
-            except Exception as error:
-                log.error("freeing restored %s failed: %s", target, error)
 
     def _typed(self, error: Exception) -> ControlError:
         if isinstance(error, ControlError):

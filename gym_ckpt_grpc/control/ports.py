@@ -201,7 +201,8 @@ class StateOwner(Protocol):
         """What this kind adds to a commit of frozen records. Called in a thread, at each try: it reads only them."""
 
     def write_ended(self, checkpoint_id: str, durable: bool) -> None:
-        """The fate of a checkpoint's records, told exactly once for each checkpoint that was closed for.
+        """The fate of a checkpoint's records, told exactly once for each checkpoint that was closed for, also
+        if the close failed; never for a Restore.
 
         durable: they are in storage, or may be. False: nothing of them is or will be there. It may come after
         admission has opened (`keep_write`), or even while the next checkpoint is open. Must not wait.

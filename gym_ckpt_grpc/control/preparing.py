@@ -6,7 +6,7 @@ import asyncio
 
 from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.core import Core
-from gym_ckpt_grpc.control.doors import give_up
+from gym_ckpt_grpc.control.doors import give_up, tell_fate
 from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import Closing
 from gym_ckpt_grpc.control.tasks import failure_of, set_within
@@ -42,6 +42,7 @@ class Preparing:
             await core.owner.close_admission(closing)
         except Exception as error:
             failure = error if isinstance(error, ControlError) else unexpected(error, "closing admission")
+            tell_fate(core, work, durable=False)
             await give_up(core, work, Phase.PREPARING)
             raise failure from error
         work.closed = True

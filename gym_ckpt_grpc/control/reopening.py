@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gym_ckpt_grpc.control.core import Core
-from gym_ckpt_grpc.control.doors import open_admission, tell_fate
+from gym_ckpt_grpc.control.doors import free_restored, open_admission, tell_fate
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import OpeningCause
 from gym_ckpt_grpc.control.tasks import cancel_and_wait
@@ -49,7 +49,8 @@ class Reopening:
         await cancel_and_wait([work.install], core.settings.cleanup_limit)
         await self._deletions_ended(work)
         if was is Phase.RESTORED and cause is OpeningCause.LEASE_EXPIRED:
-            await self._free_installed(work)
+            # Nothing has started from what a dead controller installed: it goes, and leaves no refusal.
+            await free_restored(core, sorted(work.installed & core.owner.restored_pending()))
         await open_admission(core, work, cause, lambda: True)
         core.machine.end(fenced=True)
         core.work = None
@@ -79,14 +80,6 @@ class Reopening:
             ends = work.deleting_since + self._core.settings.cleanup_limit
             left = ends - asyncio.get_running_loop().time()
             await asyncio.wait(work.deletions.values(), timeout=max(0.0, left))
-
-    async def _free_installed(self, work: Work) -> None:
-        """Nothing has started from what a dead controller installed: free it and leave no refusal."""
-        for episode in sorted(work.installed & self._core.owner.restored_pending()):
-            try:
-                await self._core.owner.delete_restored(episode)
-            except Exception as error:
-                log.warning("freeing restored %s failed: %s", episode, error)
 
     # Kept records: no lease covers them; their Commit must come within lease_ttl.
 

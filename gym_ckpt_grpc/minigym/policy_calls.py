@@ -1,7 +1,8 @@
 """One call on its way through the policy model server: admitted to capture, sent to its worker, written down.
 
 The row of a reply is in the ledger before the caller gets the reply's end, so whatever was delivered is known. A call
-that was cancelled leaves no row: nothing of it was delivered.
+that was cancelled before its reply was whole leaves no row. One whose caller leaves after that leaves a row that no
+later call builds upon: whether the caller got the reply, nobody can know.
 """
 
 from __future__ import annotations

@@ -171,7 +171,12 @@ async def make_call(
 
 
 async def _captured(
-    asked: WorkerRequest, admission: CaptureAdmission, *, tokens: AsyncTokenStore, weight_version: int, log: InferenceLog
+    asked: WorkerRequest,
+    admission: CaptureAdmission,
+    *,
+    tokens: AsyncTokenStore,
+    weight_version: int,
+    log: InferenceLog,
 ) -> WorkerCall:
     fetched = await fetch(admission, tokens)
     prompt = _prompt(asked, admission, fetched)

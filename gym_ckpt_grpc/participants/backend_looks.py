@@ -9,19 +9,22 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
-from gym_ckpt_grpc.control.budget import Budget
+from gym_ckpt_grpc.control.budget import MAX_DEADLINE, Budget
 from gym_ckpt_grpc.control.generation import BackendInfo, GenerationBackends
 from gym_ckpt_grpc.control.tasks import TaskOwner
 from gym_ckpt_grpc.participants.blocking import Clock
 from gym_ckpt_grpc.participants.restored_cuts import RestoredCut, RestoredCuts
 
+T = TypeVar("T")
 log = logging.getLogger("gym_ckpt_grpc.participants")
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 """Seconds between two tries to ask a backend."""
 CALL_LIMIT = 10.0
-"""Seconds that one look may take."""
+"""Seconds that one question may take; a look has one for each batch."""
 LOOK_SHARE = 0.5
 """Part of what is left of a Restore that a look may take."""
 OPENING_LIMIT = 0.5
@@ -62,27 +65,33 @@ class BackendLooks:
 
         One that cannot be asked is logged; `look` asks it again when admission opens.
         """
-        limit = Budget(min(CALL_LIMIT, budget.left() * LOOK_SHARE), self._clock)
+        limit = Budget(budget.left() * LOOK_SHARE, self._clock)
         await asyncio.gather(*(self._ask_logged(name, cuts, limit) for name in self._backends))
 
     async def _ask_logged(self, name: str, cuts: Iterable[RestoredCut], budget: Budget) -> bool:
         try:
-            async with asyncio.timeout(budget.left()):
-                await self._ask(name, cuts, budget)
+            await self._ask(name, cuts, budget)
         except Exception as error:
             log.warning("backend %s could not be asked about restored cuts: %r", name, error)
             return False
         return True
 
     async def _ask(self, name: str, cuts: Iterable[RestoredCut], budget: Budget) -> None:
+        """Its own cuts first: calls go back to the backend that they came from."""
         backend = self._backends[name]
-        self._known[name] = await backend.describe(budget)
+        self._known[name] = await self._answer(backend.describe, budget)
         unknown = [cut for cut in cuts if name not in cut.presence]
+        unknown.sort(key=lambda cut: cut.record.backend != name)
         for start in range(0, len(unknown), BATCH):
             batch = unknown[start : start + BATCH]
-            found = await backend.check([cut.record.evidence for cut in batch], budget)
+            found = await self._answer(partial(backend.check, [cut.record.evidence for cut in batch]), budget)
             for cut, presence in zip(batch, found, strict=True):
                 cut.presence[name] = presence
+
+    async def _answer(self, question: Callable[[Budget], Awaitable[T]], budget: Budget) -> T:
+        limit = Budget(min(CALL_LIMIT, budget.left()), self._clock)
+        async with asyncio.timeout(limit.left()):
+            return await question(limit)
 
     # ---- later
 
@@ -101,7 +110,7 @@ class BackendLooks:
     async def _look(self, name: str) -> None:
         backoff = FIRST_BACKOFF
         try:
-            while len(self._cuts) and not await self._ask_logged(name, self._cuts, Budget(CALL_LIMIT, self._clock)):
+            while len(self._cuts) and not await self._ask_logged(name, self._cuts, Budget(MAX_DEADLINE, self._clock)):
                 await self._sleep(backoff * random.uniform(0.8, 1.2))
                 backoff = min(backoff * 2, LAST_BACKOFF)
         finally:

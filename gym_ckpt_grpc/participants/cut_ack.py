@@ -9,13 +9,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gym_ckpt_grpc.control.generation import CallIdentity, CutAck, CutDisposition, CutEvidence
+from gym_ckpt_grpc.control.generation import FINISH_REASONS, CallIdentity, CutAck, CutDisposition, CutEvidence
+from gym_ckpt_grpc.protocol.generation_validation import MAX_CUT_ID
 
 DURABLE = (CutDisposition.CUT, CutDisposition.FINISHED)
 """Dispositions that come with evidence."""
-FINISH_REASONS = ("stop", "length")
-MAX_CUT_ID = 256
-"""Bytes of the longest cut id."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 

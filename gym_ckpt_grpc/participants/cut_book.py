@@ -217,9 +217,11 @@ class CutBook:
         if self._held.get(named, ticket.id) != ticket.id:
             self.failed(ack.call, "the backend gave it the cut of another call")
             return
+        if not self._hooks.cut_made(cut.backend, cut.evidence.cut_id, ticket.call_id):
+            self.failed(ack.call, "the backend gave it a cut that is being given up")
+            return
         self._take(ticket, cut, ack.disposition)
         self._held[named] = ticket.id
-        self._hooks.cut_made(cut.backend, cut.evidence.cut_id, ticket.call_id)
 
     def _cut_by_own(self, ticket: Ticket, evidence: CutEvidence) -> None:
         self._take(ticket, Cut(ticket.backend, "", "", evidence, own=True), CutDisposition.FINISHED)

@@ -1,7 +1,9 @@
 """Giving up cuts that no durable checkpoint names: which, and how. Source: participants section 8.5.
 
-A cut belongs to the checkpoint it was made for until the fate of that checkpoint's records is known. Cuts that a
-restore brought back, and those of a call's own coordinates, are never in this book: nothing here gives them up.
+A cut belongs to the checkpoint it was made for until the fate of that checkpoint's records is known. A backend may
+give the same cut again, in a later sweep, late, or for a later checkpoint: what one checkpoint has no use for is not
+given up while another has. Cuts that a restore brought back, and those of a call's own coordinates, are never in this
+book: nothing here gives them up.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ CALL_LIMIT = 10.0
 """Seconds that one try may take."""
 BATCH = 4096
 """Cuts that one call gives up at most."""
+
+MAX_KEPT = 65_536
+"""Cuts in durable records that are remembered, the latest: backends that give them again give them soon."""
 
 CutName = tuple[str, str]
 """(backend, cut id)."""
@@ -51,6 +56,7 @@ class Releaser:
         self._tasks = TaskOwner()
         self._owed: dict[str, dict[str, float]] = {}  # by backend: cut id -> when to stop trying
         self._running: set[str] = set()
+        self._asking: dict[str, frozenset[str]] = {}  # by backend: cuts that it is being asked to give up
         self._given_up = 0
 
     @property
@@ -67,6 +73,13 @@ class Releaser:
         if owed and backend not in self._running:
             self._running.add(backend)
             self._tasks.own(self._run(backend, owed), f"release cuts of {backend}")
+
+    def keep(self, backend: str, cut_id: str) -> bool:
+        """A backend has given a cut again: do not give it up any more. False if that happens at this moment."""
+        if cut_id in self._asking.get(backend, ()):
+            return False
+        self._owed.get(backend, {}).pop(cut_id, None)
+        return True
 
     async def _run(self, name: str, owed: dict[str, float]) -> None:
         backoff = FIRST_BACKOFF
@@ -89,6 +102,7 @@ class Releaser:
 
     async def _try(self, name: str, cut_ids: list[str]) -> bool:
         backend = self._backends.get(name)
+        self._asking[name] = frozenset(cut_ids)
         try:
             if backend is None:
                 raise LookupError("there is no such backend")
@@ -96,6 +110,8 @@ class Releaser:
         except Exception as error:
             log.warning("releasing %d cuts of backend %s failed: %s", len(cut_ids), name, error)
             return False
+        finally:
+            del self._asking[name]
         return True
 
     async def close(self) -> None:
@@ -123,6 +139,7 @@ class MadeCuts:
         self._release = release
         self._made: dict[str, _Made] = {}
         self._current = _Made()
+        self._kept: dict[CutName, None] = {}  # named by durable records, in the order of these
 
     def begin(self, checkpoint_id: str) -> None:
         """Admission closed for a checkpoint: the cuts made from now on are for it."""
@@ -162,7 +179,11 @@ class MadeCuts:
         if made is None or made.settled:
             return
         made.settled = True
-        if not durable:
+        if durable:
+            self._kept |= dict.fromkeys(made.named)
+            for cut in list(self._kept)[:-MAX_KEPT]:
+                del self._kept[cut]
+        else:
             self._give_up(made, made.named)
         self._forget_done()
 
@@ -173,9 +194,11 @@ class MadeCuts:
             del self._made[name]
 
     def _give_up(self, made: _Made, cuts: Collection[CutName]) -> None:
+        made.cuts -= set(cuts)
+        others = [self._kept, *(other.cuts for other in self._made.values())]
         by_backend: dict[str, list[str]] = {}
         for backend, cut_id in sorted(cuts):
-            by_backend.setdefault(backend, []).append(cut_id)
-        made.cuts -= set(cuts)
+            if not any((backend, cut_id) in other for other in others):
+                by_backend.setdefault(backend, []).append(cut_id)
         for backend, cut_ids in by_backend.items():
             self._release(backend, cut_ids)

@@ -87,10 +87,6 @@ class CutSweeper:
         self._timer: asyncio.TimerHandle | None = None
         calls.on_askable = self._woken
 
-    def known(self, backend: str) -> BackendInfo | None:
-        """What a backend last said of itself, which may have changed since; None if it was not asked yet."""
-        return self._known.of(backend)
-
     def start(self, closing: Closing) -> None:
         """Admission has closed: sweep. Nothing is swept for a Restore, without backends, or with `cut_share` 0.
 
@@ -164,9 +160,6 @@ class _Known:
     def __init__(self) -> None:
         self._infos: dict[str, BackendInfo] = {}
 
-    def of(self, name: str) -> BackendInfo | None:
-        return self._infos.get(name)
-
     async def ask(self, name: str, backend: GenerationBackend, budget: Budget) -> BackendInfo:
         """What is known, or what it answers. Raises ControlError."""
         info = self._infos.get(name)
@@ -195,7 +188,6 @@ class _Answer:
         self._asked = {call.ticket_id: call for call, _ in sweep.calls}
         self._judge = Judge(self._asked.values())
         self._failed: set[str] = set()
-        self._taken: set[str] = set()  # ids of cuts that were accepted
         self._trouble = "it was not acknowledged in time"
 
     async def read(self, budget: Budget, limit: float) -> None:
@@ -228,14 +220,11 @@ class _Answer:
     def _hear(self, header: SweepHeader | None, acks: Sequence[CutAck]) -> None:
         """Judge each alone: a bad one fails its own call and no other."""
         for ack in acks:
-            cut_id = ack.evidence.cut_id if ack.evidence is not None else ""
             if self.late:
-                if cut_id not in self._taken:  # else it is said twice, and a checkpoint may name the cut by now
-                    self._calls.unwanted(self._name, ack)
+                self._calls.unwanted(self._name, ack)
                 continue
             problem = self._judge.judge(ack) or ("" if header is not None else "no header came before it")
             if not problem and header is not None:
-                self._taken.add(cut_id)
                 self._calls.accept(self._name, header, ack)
                 continue
             log.warning("%s sent a bad acknowledgement for ticket %s: %s", self._name, ack.call.ticket_id, problem)

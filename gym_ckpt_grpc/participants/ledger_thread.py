@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -16,13 +16,16 @@ T = TypeVar("T")
 
 
 class LedgerThread:
-    """Runs what touches the ledger, one after the other. Retires that come while it is busy become one batch."""
+    """Runs what touches the ledger, one after the other.
+
+    retiring: fences attempts and removes them and earlier ones. discarding: removes exactly these.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._thread = ThreadPoolExecutor(1, "gymckpt-ledger")
-        self._retiring: list[EpisodeId] = []
-        self._batch: asyncio.Task[None] | None = None
+        self.retiring = _Batches(self, lambda episodes: ledger.retire(episodes))
+        self.discarding = _Batches(self, lambda episodes: ledger.discard(episodes))
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run it in the thread. Cancelled, what has begun goes on, and the next waits for its end."""
@@ -41,18 +44,28 @@ class LedgerThread:
         if not staging.cancelled() and staging.exception() is None:
             self.ledger.drop(staging.result())
 
-    async def retire(self, episode: EpisodeId) -> None:
-        """Fence an attempt and remove it and earlier ones, together with all others that come meanwhile."""
-        self._retiring.append(episode)
-        if self._batch is None:
-            self._batch = asyncio.get_running_loop().create_task(self._retire_all(), name="fence ledgers")
-        await asyncio.shield(self._batch)
-
-    async def _retire_all(self) -> None:
-        await self.run(lambda: None)  # wait for the thread: what comes until then is in this batch
-        episodes, self._retiring, self._batch = self._retiring, [], None
-        await self.run(self.ledger.retire, episodes)
-
     def close(self) -> None:
         """Let the thread end. Only at the end of the process."""
         self._thread.shutdown(wait=False)
+
+
+class _Batches:
+    """Work whose cost is mostly that of its syncs: what comes while the thread is busy is done in one batch."""
+
+    def __init__(self, thread: LedgerThread, work: Callable[[Sequence[EpisodeId]], object]) -> None:
+        self._thread = thread
+        self._work = work
+        self._waiting: list[EpisodeId] = []
+        self._batch: asyncio.Task[None] | None = None
+
+    async def add(self, episodes: Iterable[EpisodeId]) -> None:
+        """Do it for these, together with all others that come meanwhile. Cancelled, it is done all the same."""
+        self._waiting += episodes
+        if self._batch is None:
+            self._batch = asyncio.get_running_loop().create_task(self._do(), name="batch of the ledger")
+        await asyncio.shield(self._batch)
+
+    async def _do(self) -> None:
+        await self._thread.run(lambda: None)  # wait for the thread: what comes until then is in this batch
+        episodes, self._waiting, self._batch = self._waiting, [], None
+        await self._thread.run(self._work, episodes)

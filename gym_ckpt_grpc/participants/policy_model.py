@@ -172,7 +172,7 @@ class PolicyModelOwner(OwnerDefaults):
             raise RetireIncomplete(f"a call of {left[0]} has not ended yet", episodes=left)
 
     def forget(self, rollout_id: str, through_attempt: int) -> None:
-        return None
+        self._state.forget(EpisodeId(rollout_id, through_attempt))
 
     def restored_pending(self) -> frozenset[EpisodeId]:
         return frozenset(self._state.targets())

@@ -94,8 +94,11 @@ class PolicyState:
         else:
             self._earlier.pop(ticket.number, None)
 
-    def cut_made(self, backend: str, cut_id: str, call_id: str) -> None:
+    def cut_made(self, backend: str, cut_id: str, call_id: str) -> bool:
+        if not self._releaser.keep(backend, cut_id):
+            return False
         self.made.made((backend, cut_id))
+        return True
 
     def release(self, backend: str, cut_ids: Sequence[str]) -> None:
         self.made.replaced(backend, cut_ids)
@@ -235,7 +238,7 @@ class PolicyState:
 
     async def _free(self, targets: Sequence[EpisodeId]) -> None:
         if self._thread is not None:
-            await self._thread.run(self._thread.ledger.discard, targets)
+            await self._thread.discarding.add(targets)
         for target in targets:
             self._remove_target(target)
             self._restored.drop(target)
@@ -257,10 +260,14 @@ class PolicyState:
             del self._targets[retired.rollout_id]
         self._restored.drop_covered(retired)
 
+    def forget(self, through: EpisodeId) -> None:
+        """The rollout has ended: no call of these attempts will go on from a restored cut."""
+        self._restored.drop_covered(through)
+
     async def fence(self, retired: EpisodeId, budget: Budget) -> None:
         """Fence the ledger, once nothing of the attempt runs: no late row makes it anew. Raises OutOfTime."""
         if self._thread is not None:
-            await within(budget, self._thread.retire(retired), f"fencing the ledger of {retired}")
+            await within(budget, self._thread.retiring.add([retired]), f"fencing the ledger of {retired}")
 
     def targets(self) -> list[EpisodeId]:
         """Restored attempts that nobody has called yet."""

@@ -33,8 +33,9 @@ class CallHooks(Protocol):
     def left(self, ticket: Ticket, delivered: bool) -> None:
         """The call has ended, or begins again at a backend. delivered: its whole reply, a good one, was sent."""
 
-    def cut_made(self, backend: str, cut_id: str, call_id: str) -> None:
-        """A backend's cut of a call was accepted. Not told of cuts from a call's own coordinates."""
+    def cut_made(self, backend: str, cut_id: str, call_id: str) -> bool:
+        """A backend gave a call a cut. Not told of cuts from a call's own coordinates. False if the cut cannot stand: it
+        was given up before, and the backend is being told so at this moment."""
 
     def release(self, backend: str, cut_ids: Sequence[str]) -> None:
         """No call has these cuts any more, or none ever had: they were replaced, came late, or are not valid."""

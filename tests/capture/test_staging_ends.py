@@ -86,6 +86,29 @@ async def test_chunks_join_to_what_one_record_would_hold(tokens: AsyncTokenStore
 # ---- the end
 
 
+async def test_a_cut_is_stored_while_others_are_built(
+    store: MemoryTokenStore, tokens: AsyncTokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a sweep whose time is too short for all of them has the first ones."""
+    stored, real = threading.Event(), store.put
+    others: list[bool] = []
+
+    def put(records: Sequence[TokenRecord]) -> None:
+        real(records)
+        stored.set()
+
+    def slow(**fields: Any) -> TokenRecord:
+        if fields["call_id"] != "c0":
+            others.append(stored.wait(5))
+        return build(**fields)
+
+    monkeypatch.setattr(store, "put", put)
+    monkeypatch.setattr(staging, "build", slow)
+    calls = [await begin(root(f"c{number}"), tokens) for number in range(4)]
+    await asyncio.gather(*(call.cut() for call in calls))
+    assert others == [True] * 3
+
+
 async def test_records_are_built_beside_the_event_loop(
     tokens: AsyncTokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,3 +249,28 @@ async def test_a_cancelled_cut_leaves_no_record() -> None:
     store.go.set()
     await tokens.close()
     assert (len(store.puts), store.records) == (1, {})
+
+
+async def test_a_cut_has_the_tokens_of_the_moment_it_was_asked_for(
+    tokens: AsyncTokenStore, store: MemoryTokenStore
+) -> None:
+    """Its record is built in a thread, beside a generation that goes on."""
+    call = await begin(root(), tokens)
+    generate(call, 3)
+    go = threading.Event()
+
+    def slow() -> TokenRecord:
+        assert go.wait(10)
+        return call.prefix_record("other")
+
+    busy = asyncio.create_task(tokens.build(slow))
+    await asyncio.sleep(0)
+    cut = asyncio.create_task(call.cut())
+    await asyncio.sleep(0)
+    generate(call, 2)
+    go.set()
+    evidence = await cut
+    assert (await busy).generated_ids == ids(5)
+    assert evidence.prefix_tokens == 3
+    assert store.records[evidence.staging_keys[0]].ids == (*PROMPT, *ids(3))
+    assert call.generated_ids == ids(5)

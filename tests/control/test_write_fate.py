@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gym_ckpt_grpc.control import CommitExtra, StagingKeys
-from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateUnwritable
+from gym_ckpt_grpc.protocol.errors import InternalError, InvalidArgument, StateUnwritable
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import CheckpointLocation, LocalFiles, Record, read_part
 from tests.control.scripted import FAST, Clock, Participant, ScriptedOwner, eventually, running
@@ -77,6 +77,25 @@ async def test_a_resume_without_a_commit_tells_that_nothing_is_durable(tmp_path:
         await p.resume()
         await p.resume()
         assert (owner.fates, owner.open_then) == ([("c1", False)], [False])
+
+
+async def test_a_close_that_fails_tells_it_too(tmp_path: Path) -> None:
+    """The owner may have begun something for this checkpoint; a Restore, which writes nothing, tells nothing."""
+    p, owner = served(tmp_path)
+    async with p:
+        owner.closes.error = RuntimeError("no")
+        with pytest.raises(InternalError):
+            await p.prepare()
+        await eventually(lambda: owner.open)
+        assert (owner.fates, owner.open_then) == ([("c1", False)], [False])
+        owner.closes.error = None
+        await p.prepare("c2")
+        await p.commit(id="c2")
+        await p.resume("c2")
+        owner.live.clear()
+        await p.restore([A], source="c2")
+        await p.resume("r1")
+        assert owner.fates == [("c1", False), ("c2", True)]
 
 
 async def test_a_lease_that_ends_tells_it_too(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ STANDS: dict[str | int, str] = {"/seed_session": "seed", "/verify": "return"}
 """The environment's boundary after a hold."""
 
 
-@pytest.mark.behaviour("E28", "E5")
+@pytest.mark.behaviour("E28")
 async def test_crashed_at_every_boundary_in_turn(tmp_path: Path) -> None:
     """Blackjack, office and inbox: six lives, and what comes out is what one life gives."""
     tasks = short_tasks()

@@ -24,8 +24,8 @@ MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "count to nine"}]
 @asynccontextmanager
 async def running_worker(directory: Path, **settings: Any) -> AsyncIterator[InferenceWorker]:
     """A worker with a token store; as fast as it can be."""
-    defaults = {"log": directory / "inference.jsonl", "staged": directory / "staged", "tick": 0, "controls": True}
-    config = WorkerConfig(**(defaults | settings))
+    defaults: dict[str, Any] = {"log": directory / "inference.jsonl", "staged": directory / "staged", "controls": True}
+    config = WorkerConfig(**{**defaults, "tick": 0, **settings})
     worker = InferenceWorker(config)
     async with worker.serving():
         yield worker

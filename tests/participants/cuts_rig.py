@@ -185,8 +185,9 @@ class Hooks:
         if self.failure is not None:
             raise self.failure
 
-    def cut_made(self, backend: str, cut_id: str, call_id: str) -> None:
+    def cut_made(self, backend: str, cut_id: str, call_id: str) -> bool:
         self.made.append((backend, cut_id, call_id))
+        return True
 
     def release(self, backend: str, cut_ids: Sequence[str]) -> None:
         self.released.extend((backend, cut_id) for cut_id in cut_ids)

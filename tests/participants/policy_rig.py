@@ -80,8 +80,9 @@ def coordinates_of(admission: CaptureAdmission) -> Coordinates:
 class FakeBackend:
     """An inference worker without tokens.
 
-    cuts: those that exist. silent: calls it cannot cut. error: what each request to it raises, by method. hold: what
-    a request waits for, by method. asked: methods in the order they were asked.
+    cuts: those that exist. silent: calls it cannot cut. twice: each acknowledgement comes again, which is bad. error:
+    what each request to it raises, by method. hold: what a request waits for, by method. asked: methods in the order
+    they were asked.
     """
 
     def __init__(self, name: str = "inference-0") -> None:
@@ -91,6 +92,7 @@ class FakeBackend:
         self.cuts: dict[str, CutEvidence] = {}
         self.changed: set[str] = set()
         self.silent: set[str] = set()
+        self.twice = False
         self.error: dict[str, Exception] = {}
         self.hold: dict[str, asyncio.Event] = {}
         self.asked: list[str] = []
@@ -120,7 +122,8 @@ class FakeBackend:
     async def cut(self, sweep: Sweep, budget: Budget) -> AsyncIterator[SweepHeader | Sequence[CutAck]]:
         await self._step("cut")
         yield SweepHeader(self.name, f"{self.name}-life", f"snapshot-{sweep.closing}-{sweep.number}")
-        yield [self._ack(call) for call, _ in sweep.calls]
+        acks = [self._ack(call) for call, _ in sweep.calls]
+        yield acks * 2 if self.twice else acks
 
     def _ack(self, call: CallIdentity) -> CutAck:
         if call.model_call_id in self.silent:

@@ -185,6 +185,41 @@ async def test_a_loop_that_stops_reading_while_closed_stays_until_resume(rig: St
     assert left == ["left"]
 
 
+class SlowHead(StreamRig):
+    """Its stream begins only when `head` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = asyncio.Event()
+
+    @asynccontextmanager
+    async def open_stream(self, request: PolicyRequest) -> AsyncIterator[StreamReply]:
+        await self.head.wait()
+        async with super().open_stream(request) as reply:
+            yield reply
+
+
+@pytest.mark.behaviour("P184", "P186")
+async def test_a_failed_stream_that_came_while_closed_is_not_kept() -> None:
+    """The session goes on from its boundary, and asks again after a restore."""
+    rig = SlowHead()
+    rig.status, rig.failure = 500, "overloaded"
+    running = await rig.started()
+    await close(rig.owner)
+    rig.head.set()
+    await rig.comes("half", None)
+    record = await rig.taken()
+    assert (running.done(), "kept_replies" in record.payloads) == (False, False)
+    await reopen(rig.owner)
+    assert await running == [500, ["half"]]
+    other = StreamRig()
+    await restore(other.owner, [record])
+    await reopen(other.owner)
+    again = other.invoke(episode=R1)
+    await other.comes("fresh", None)
+    assert await again == [200, ["fresh"]]
+
+
 @pytest.mark.behaviour("P185")
 async def test_a_stream_of_a_server_whose_gate_was_never_seen_counts_as_running(rig: StreamRig) -> None:
     """Its own reply shows the gate, to the calls after it."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gym_ckpt_grpc.control import Closing
-from gym_ckpt_grpc.participants import PolicyModelSettings
+from gym_ckpt_grpc.participants import PolicyModelSettings, cut_release
 from gym_ckpt_grpc.participants.cut_release import BATCH, LAST_BACKOFF, MadeCuts, Releaser
 from gym_ckpt_grpc.protocol.errors import StateUnwritable, UsageError
 from tests.participants.fakes import R1, FakeClock, R, S, budget, retire, spin
@@ -109,6 +109,50 @@ def test_what_a_failed_export_named_is_named_no_more(book: Book) -> None:
     book.ended("c1", True)
     book.opened()
     assert book.taken() == []
+
+
+@pytest.mark.behaviour("P154")
+def test_a_cut_of_two_checkpoints_goes_when_neither_has_a_use_for_it(book: Book) -> None:
+    book.make("x", "y")
+    book.freeze("x", "y")
+    book.opened()
+    book.begin("c2")
+    book.make("x", "y")
+    book.freeze("x")
+    book.replaced("b", ["y"])
+    book.ended("c2", False)
+    book.opened()
+    assert book.taken() == []
+    book.ended("c1", False)
+    assert book.taken() == ["b:x", "b:y"]
+
+
+@pytest.mark.behaviour("P154")
+@pytest.mark.parametrize("first", ["c1", "c2"])
+def test_a_cut_that_one_of_two_checkpoints_has_made_durable_stays(book: Book, first: str) -> None:
+    """Whichever is decided first, and however late the backend gives it once more."""
+    book.make("x")
+    book.freeze("x")
+    book.opened()
+    book.begin("c2")
+    book.make("x")
+    book.freeze("x")
+    book.opened()
+    for id in ("c1", "c2") if first == "c1" else ("c2", "c1"):
+        book.ended(id, id == "c1")
+    book.replaced("b", ["x", "late"])
+    assert book.taken() == ["b:late"]
+
+
+def test_only_so_many_cuts_of_durable_records_are_remembered(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_release, "MAX_KEPT", 2)
+    for number in range(5):
+        book.begin(f"c{number}")
+        book.make(f"x{number}")
+        book.freeze(f"x{number}")
+        book.ended(f"c{number}", True)
+        book.opened()
+    assert list(book._kept) == [("b", "x3"), ("b", "x4")]
 
 
 @pytest.mark.behaviour("P154")
@@ -305,6 +349,37 @@ async def test_a_named_cut_survives_the_finish_of_its_call_while_closed(server: 
     await server.open()
     await running.end()
     assert (backend.released, list(backend.cuts)) == ([], [named])
+
+
+@pytest.mark.behaviour("P154")
+@pytest.mark.parametrize("end", ["aborted", "finished", "bad", "of nobody"])
+async def test_a_cut_that_a_backend_gives_again_for_a_later_checkpoint_is_not_given_up_with_that(
+    server: PolicyServer, end: str
+) -> None:
+    """A backend may name a cut by what is in it, and a call that waits for its turn has the same at both."""
+    running = [await server.begin(R), await server.begin(S)]
+    backend = server.backends[NAME]
+    await server.checkpoint(R)
+    await server.open()
+    named = f"{server.call_ids[0]}-1"
+    assert list(backend.cuts) == [named]
+    backend._made.clear()
+    if end == "bad":
+        backend.twice = True
+    await server.close(2)
+    assert server.counts("cut") == ((0,) if end == "bad" else (2,))
+    if end == "finished":
+        server.go.set()
+        await spin(20)
+    if end == "of nobody":
+        running[0].task.cancel()
+        await spin(20)
+    await server.open()
+    assert named not in backend.released
+    assert list(backend.cuts) == [named]
+    server.go.set()
+    await asyncio.gather(*(each.end() for each in running if not each.task.cancelled()))
+    assert list(backend.cuts) == [named]
 
 
 @pytest.mark.behaviour("P154", "P147")

@@ -198,29 +198,6 @@ async def test_a_late_ack_is_released_and_changes_no_count(ends: str) -> None:
     assert await rig.finish([running]) == [200]
 
 
-@pytest.mark.behaviour("P154")
-@pytest.mark.parametrize("new_close", [False, True])
-@virtual
-async def test_an_ack_that_comes_twice_does_not_release_what_a_checkpoint_may_name(new_close: bool) -> None:
-    """The second comes after Resume, when the records that name the cut are durable."""
-    send = asyncio.Event()
-
-    async def script(sweep: Sweep, budget: Budget) -> AsyncIterator[Part]:
-        yield [ack(sweep)]
-        await send.wait()
-        yield [ack(sweep)]
-
-    rig, _, running = await swept(script, 1)
-    assert rig.cut_ids() == [f"{running[0].id}-1.1"]
-    rig.open()
-    if new_close:
-        rig.close(0)
-    send.set()
-    await settle()
-    assert rig.hooks.released == []
-    assert await rig.finish(running) == [200]
-
-
 @pytest.mark.behaviour("P141")
 @virtual
 async def test_an_ack_of_a_call_that_has_ended_meanwhile_is_released() -> None:

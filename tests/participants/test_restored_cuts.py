@@ -381,6 +381,17 @@ async def test_a_retire_drops_the_cuts_and_refuses_a_claim(lives: Lives) -> None
     assert (await server.call(R1, **BODY).end()).code == "STALE_ATTEMPT"
 
 
+async def test_the_cuts_of_a_finished_rollout_go_at_its_forget(lives: Lives) -> None:
+    """Its calls may all have asked for something else; a server lives through many restores."""
+    server = await restored(lives)
+    await answered(server, seed=1)
+    server.owner.forget("r", 0)
+    server.owner.forget("s", 1)
+    assert server.counts("restored_cuts") == (1,)
+    server.owner.forget("r", 1)
+    assert server.counts("restored_cuts") == (0,)
+
+
 async def test_a_retire_of_an_earlier_attempt_leaves_the_cuts(lives: Lives) -> None:
     server = await restored(lives)
     await retire(server.owner, server.port, R)

@@ -111,20 +111,48 @@ async def test_what_a_slow_backend_has_said_is_not_asked_again(lives: Lives, mon
     for episode in episodes:
         await server.begin(episode)
     records = await server.checkpoint(*episodes)
-    restored, asked = lives.start(disk="other"), list[int]()
+    restored, asked, told = lives.start(disk="other"), list[int](), asyncio.Event()
 
     async def check(cuts: Sequence[CutEvidence], budget: Budget) -> list[CutPresence]:
         asked.append(len(cuts))
         if len(asked) in (2, 4):
             raise OutOfTime("it reads slowly")
+        if len(asked) == 5:
+            told.set()
         return [CutPresence.PRESENT for _ in cuts]
 
     monkeypatch.setattr(lives.worker, "check", check)
     await restored.restore(records)
     async with asyncio.timeout(10):
-        while len(asked) < 5:
-            await asyncio.sleep(0.01)
+        await told.wait()
     assert asked == [256, 256, 256, 1, 1]
+
+
+async def test_a_look_goes_on_while_its_backend_gets_on_and_begins_with_its_own_cuts(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls go back to the backend that made their cuts, so what others have can be learned later."""
+    monkeypatch.setattr(backend_looks, "BATCH", 1)
+    monkeypatch.setattr(backend_looks, "CALL_LIMIT", 0.5)
+    other = FakeBackend("inference-1")
+    first = PolicyServer(lives.directory / "disk", lives.worker, other)
+    lives.lives.append(first)
+    episodes = [EpisodeId(f"e{number}") for number in range(6)]
+    for number, episode in enumerate(episodes):
+        first.backend = f"inference-{number % 2}"
+        await first.begin(episode)
+    records = await first.checkpoint(*episodes)
+    server = lives.start(disk="later")
+    asked: list[str] = []
+
+    async def check(cuts: Sequence[CutEvidence], budget: Budget) -> list[CutPresence]:
+        await asyncio.sleep(0.15)  # less than one question may take, and all of them more
+        asked.extend(cut.cut_id for cut in cuts)
+        return [CutPresence.PRESENT for _ in cuts]
+
+    monkeypatch.setattr(lives.worker, "check", check)
+    await restore(server.owner, records)
+    assert asked == [f"{call_id}-1" for call_id in (*first.call_ids[::2], *first.call_ids[1::2])]
 
 
 async def test_a_hung_backend_holds_up_neither_restore_nor_resume_for_long(

@@ -15,11 +15,12 @@ from tests.random.ops import episodes
 if TYPE_CHECKING:
     from tests.random.world import Manifest, Pending, World
 
+LEDGER = {"ledger:full", "ledger:broken"}
 FAULTS = {
     "INTERNAL": {"close:fail", "delete:fail"},
     "EXPORT_FAILED": {"export:fail"},
-    "STATE_UNWRITABLE": {f"files:{steered_files.ENOSPC}"},
-    "INSTALL_FAILED": {"close:fail", "stage:fail", "activate:fail", "discard:fail", "delete:fail"},
+    "STATE_UNWRITABLE": {f"files:{steered_files.ENOSPC}", *LEDGER},
+    "INSTALL_FAILED": {"close:fail", "stage:fail", "activate:fail", "discard:fail", "delete:fail", *LEDGER},
 }
 """Code -> faults of which one must have been in force for a call to fail with it."""
 CAN_FAIL = {
@@ -35,7 +36,7 @@ CAN_FAIL = {
     "resume": {"DEADLINE_EXCEEDED"},
     "restore": {
         *("INSTALL_FAILED", "DEADLINE_EXCEEDED", "STALE_CHECKPOINT", "INVALID_PHASE"),
-        *("STALE_ATTEMPT", "STATE_NOT_FOUND"),
+        *("STALE_ATTEMPT", "STATE_NOT_FOUND", "STATE_UNWRITABLE"),
     },
     "retire": set[str](),
     "forget": set[str](),
@@ -85,7 +86,15 @@ def _check_success(world: World, call: Pending, answer: Answer) -> None:
         told = {EpisodeId.from_capture_key(episode) for episode, problem in answer.reply.items() if not problem}
         assert told | set(episodes(failed)) == set(episodes(op["episodes"]))
         faults = {"retire:fail", "retire:hang", "retire:stubborn", "activate:hang", "stage:hang", "close:hang"}
-        faults |= {"activate:stubborn", "stage:stubborn", "close:stubborn", "open:hang", "open:stubborn", "open:fail"}
+        faults |= {
+            "activate:stubborn",
+            "stage:stubborn",
+            "close:stubborn",
+            "open:hang",
+            "open:stubborn",
+            "open:fail",
+            *LEDGER,
+        }
         timed_out = world.time.clock() - call.began >= op["deadline"] * 0.89
         assert not failed or timed_out or faults & call.facts, f"{op} left {failed} for no reason"
     if op.name == "restore" and not answer.replayed:

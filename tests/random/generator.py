@@ -146,7 +146,7 @@ class Generator:
         return op("files", mode=self.random.choice(steered_files.MODES))
 
     def _calm(self) -> Op:
-        active = sorted(self.world.faults())
+        active = sorted(self.world.faults() - self.world.node.subject.faults())
         if not active:
             return op("status")
         hook, _ = self.random.choice(active).split(":")
@@ -202,7 +202,9 @@ class Generator:
         found += self.random.choice([[], [self._stir], [self._short_wait], [self._resume_keep]])
         if self.random.random() < 0.5:
             return [*found, self._resume]
-        return [*found, self._crash, self._restore_all, self._stir, self._resume, self._arrive, *some, *others]
+        found += [self._crash, self._restore_all, self._stir, self._resume, self._arrive, *some, *others]
+        again = [self._finish, self._finish, self._roomy_prepare, self._short_wait, self._commit_all, self._resume]
+        return [*found, *again] if self.random.random() < 0.7 else found
 
     def _roomy_prepare(self) -> Op:
         fresh = self.world.model.opened is None

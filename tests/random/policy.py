@@ -27,6 +27,7 @@ from gym_ckpt_grpc.storage import Record
 from tests.participants.fakes import App, Call, call
 from tests.participants.policy_rig import answer_to, coordinates_of
 from tests.random import policy_checks
+from tests.random.ledger_disk import OK, LedgerDisk
 from tests.random.subjects import Clock, Outside, Subject
 from tests.random.virtual_time import CountedThread
 from tests.random.workers import Worker
@@ -116,6 +117,10 @@ class WatchedOwner(PolicyModelOwner):
         self.subject.forget([episode.rollout_id], through=episode.attempt)
         await super().retire(episode, budget)
 
+    def forget(self, rollout_id: str, through_attempt: int) -> None:
+        self.subject.forget([rollout_id], through=through_attempt)
+        super().forget(rollout_id, through_attempt)
+
     async def delete_restored(self, episode: EpisodeId) -> None:
         if episode in self.restored_pending():
             self.subject.forget([episode.rollout_id])
@@ -143,7 +148,8 @@ class Policy(Subject):
             each.on_release = self._released(each.name)
         self.bodies: dict[str, dict[str, Any]] = outside.kept.setdefault("bodies", {})
         self.wrong: AssertionError | None = None
-        self.ledger = CaptureLedger(outside.directory, sync_rows=False)
+        self.disk = LedgerDisk()
+        self.ledger = CaptureLedger(outside.directory, sync_rows=False, files=self.disk)
         settings = PolicyModelSettings(cut_share=0.5, release_retry_for=600.0)
         self.real = WatchedOwner(ledger=self.ledger, backends=dict(self.workers), settings=settings, clock=clock)
         self.real.subject = self
@@ -319,6 +325,9 @@ class Policy(Subject):
     def stir(self, choice: int) -> None:
         drawn = random.Random(choice)
         self._settle_sent()
+        if drawn.random() < (0.05 if self.disk.mode == OK else 0.3):
+            self.disk.steer(drawn)
+            return
         if drawn.random() < 0.4 or not self.sent:
             self.workers[drawn.choice(NAMES)].steer(drawn)
             return
@@ -350,9 +359,14 @@ class Policy(Subject):
         return zlib.crc32(orjson.dumps([rows, cuts]))
 
     def hangs(self) -> bool:
-        return any(worker.hangs for worker in self.workers.values())
+        looks = self.real._state._looks._running  # an opening waits for them a moment
+        return bool(looks) or any(worker.hangs for worker in self.workers.values())
+
+    def faults(self) -> set[str]:
+        return {f"ledger:{self.disk.mode}"} if self.disk.mode != OK else set()
 
     def calm(self) -> None:
+        self.disk.mode = OK
         for worker in self.workers.values():
             worker.calm()
 

@@ -97,6 +97,8 @@ def check_export(policy: Policy, world: World, records: Sequence[Record]) -> Non
         assert not hidden & set(calls), f"P: {episode} has rows of undelivered calls: {hidden & set(calls)}"
         _check_record_cuts(policy, record, undelivered)
     for episode in scope if scope is not None and not scope.is_all else ():
+        if world.model.refuses(episode):
+            continue
         given = found.get(episode)
         rows = {row["call_id"] for row in given.decode("rows")} if given else set()
         missing = policy.delivered.get(episode, set()) - rows
@@ -109,8 +111,7 @@ def check_export(policy: Policy, world: World, records: Sequence[Record]) -> Non
 def _lost(policy: Policy, digest: str, episode: EpisodeId) -> bool:
     """Whether all workers may have said that they have no such cut."""
     source = policy.restored[episode][digest]
-    suspects = [cut for worker in policy.workers.values() for cut in worker.denied if source[:6] in cut]
-    return bool(suspects)
+    return all(any(source[:6] in cut for cut in worker.denied) for worker in policy.workers.values())
 
 
 def _check_record_cuts(policy: Policy, record: Record, undelivered: Sequence[Sent]) -> None:
@@ -121,6 +122,8 @@ def _check_record_cuts(policy: Policy, record: Record, undelivered: Sequence[Sen
     for cut in cuts:
         worker = policy.workers[cut["backend"]]
         assert cut["cut_id"] in worker.cuts or cut["cut_id"] in worker.own, f"P: {cut} is exported and was given up"
+        its_own = cut["source_call_id"][:6] in cut["cut_id"] or cut["cut_id"] in worker.shared
+        assert its_own, f"P: {cut} is of another call"
         restored = policy.restored.get(record.episode, {}).get(cut["request_digest"]) == cut["source_call_id"]
         assert restored or cut["source_call_id"] in current, f"P: {cut} is of no call"
         if not restored:

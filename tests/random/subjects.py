@@ -96,6 +96,10 @@ class Subject:
         """What a record of it must say, or None if this server cannot tell."""
         return None
 
+    def faults(self) -> set[str]:
+        """Faults of its own in force, as `what:mode`."""
+        return set()
+
     def hangs(self) -> bool:
         """Whether something it waits for in a hook hangs."""
         return False

@@ -17,14 +17,17 @@ import pytest
 from tests.random.ops import Op
 from tests.random.sequences import explain, run_ops, run_seed, shrink
 
-SEEDS = int(os.environ.get("GYM_CKPT_RANDOM_SEEDS", "300"))
+SEEDS = int(os.environ.get("GYM_CKPT_RANDOM_SEEDS", "440"))
 FIRST = int(os.environ.get("GYM_CKPT_RANDOM_FIRST", "0"))
 SOAK_SEEDS = 5000
 PARTS = 10
 LIMIT = 60.0
 """Seconds that one sequence may take (R12)."""
-SHARES = {"scripted": 16, "resources": 5, "environment": 4, "agent": 4, "served": 1}
-"""Of 30 seeds: how many run which server, and how many over gRPC."""
+SHARES = {
+    **{"scripted": 16, "resources": 5, "environment": 4, "agent": 4, "served": 1},
+    **{"policy": 8, "legacy": 3, "replayed": 1, "stateless": 1, "restart_only": 1},
+}
+"""Of 44 seeds: how many run which server, and how many over gRPC."""
 
 EVERY = pytest.mark.behaviour("R1", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R10", "R11", "R12", "R13", "R14")
 

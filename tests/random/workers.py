@@ -38,7 +38,7 @@ class Worker:
     """One worker. Calls end at their budget, as the port promises, but for acknowledgements, which may come late.
 
     cuts: those that exist. told: cuts of which the policy server that runs now was told. own: finished calls, whose
-    tokens it keeps. denied: cuts that it once said it did not have. on_release: told of each cut given up.
+    tokens it keeps. denied: cuts that it once said it did not have. shared: cuts that it gave two calls. on_release: told of each cut given up.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,6 +47,7 @@ class Worker:
         self.told: set[str] = set()
         self.own: dict[str, CutEvidence] = {}
         self.denied: set[str] = set()
+        self.shared: set[str] = set()
         self.on_release: Callable[[str], None] = lambda cut_id: None
         self.capabilities = ALL
         self._modes = dict.fromkeys(MODES, OK)
@@ -55,6 +56,7 @@ class Worker:
         self._life = 1
         self._passes = 0
         self._made = 0
+        self._latest: dict[str, CutEvidence] = {}  # of each call
 
     # ---- the test's side
 
@@ -119,21 +121,23 @@ class Worker:
     def _acks(self, call: CallIdentity, sweep: Sweep) -> list[CutAck]:
         """What a worker in disorder says about a call."""
         kind = self._random.choices(
-            "cut finished not_found uncuttable failed nothing bad_evidence wrong_call twice unasked shared".split(),
-            weights=(40, 8, 14, 5, 10, 6, 4, 3, 4, 3, 3),
+            "cut again finished not_found uncuttable failed nothing bad wrong_call twice unasked shared".split(),
+            weights=(30, 10, 8, 14, 5, 10, 6, 4, 3, 4, 3, 3),
         )[0]
         if kind in ("not_found", "uncuttable", "failed"):
             return [CutAck(call, CutDisposition[kind.upper()], "on purpose")]
         if kind == "nothing":
             return []
-        made = self._cut(call)
+        earlier = self._latest.get(call.model_call_id)
+        known = kind == "again" and earlier is not None and earlier.cut_id in self.cuts
+        made = CutAck(call, CutDisposition.CUT, evidence=earlier) if known else self._cut(call)
         assert made.evidence is not None
         if kind == "finished":
             self.cuts.pop(made.evidence.cut_id)
             own = replace(made.evidence, cut_id=f"whole.{call.model_call_id}", finish_reason="length")
             own = self.own.setdefault(own.cut_id, own)  # the same each time: it names what the call itself staged
             return [CutAck(call, CutDisposition.FINISHED, evidence=own)]
-        if kind == "bad_evidence":
+        if kind == "bad":
             return [replace(made, evidence=replace(made.evidence, prefix_digest="none"))]
         if kind == "wrong_call":
             return [replace(made, call=replace(call, model_call_id="another"))]
@@ -143,6 +147,7 @@ class Worker:
             return [made, self._random.choice((made, self._cut(call)))]
         if kind == "shared":
             other = self._random.choice(sweep.calls)[0]
+            self.shared.add(made.evidence.cut_id)
             return [made, replace(made, call=other)]
         return [made]
 
@@ -151,6 +156,7 @@ class Worker:
         cut_id = f"{self.name}{self._made}.{call.model_call_id[:6]}"
         evidence = CutEvidence(cut_id, (f"cuts/{cut_id}",), 3, digest_of(cut_id), 64, 1)
         self.cuts[cut_id] = evidence
+        self._latest[call.model_call_id] = evidence
         return CutAck(call, CutDisposition.CUT, evidence=evidence)
 
     async def check(self, cuts: Sequence[CutEvidence], budget: Budget) -> list[CutPresence]:

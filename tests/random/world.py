@@ -137,8 +137,10 @@ class World:
     def faults(self) -> set[str]:
         """Faults in force, as `hook:mode`."""
         steps = self.node.owner.steps.values()
-        return {f"{step.name}:{step.mode}" for step in steps if step.mode != faulty_owner.OK} | (
-            {f"files:{self.files.mode}"} if self.files.mode != steered_files.OK else set()
+        return (
+            {f"{step.name}:{step.mode}" for step in steps if step.mode != faulty_owner.OK}
+            | ({f"files:{self.files.mode}"} if self.files.mode != steered_files.OK else set())
+            | self.node.subject.faults()
         )
 
     def snapshot(self) -> dict[str, Any]:
