@@ -34,8 +34,8 @@ class CallHooks(Protocol):
         """The call has ended, or begins again at a backend. delivered: its whole reply, a good one, was sent."""
 
     def cut_made(self, backend: str, cut_id: str, call_id: str) -> bool:
-        """A backend gave a call a cut. Not told of cuts from a call's own coordinates. False if the cut cannot stand: it
-        was given up before, and the backend is being told so at this moment."""
+        """A backend gave a call a cut. Not told of cuts from a call's own coordinates. False if the cut cannot stand,
+        since the backend is just being told to give it up."""
 
     def release(self, backend: str, cut_ids: Sequence[str]) -> None:
         """No call has these cuts any more, or none ever had: they were replaced, came late, or are not valid."""

@@ -25,7 +25,8 @@ async def test_a_rollout_retired_in_mid_flight_leaves_nothing(tmp_path: Path) ->
         async with gym.coordinator() as coordinator:
             await coordinator.retire([gone])
             statuses = await gym.statuses()
-            assert statuses["counter"].extra["retired_sessions"] == "1"
+            # 0 if the environment's own cleanup closed the session before the Retire reached this server
+            assert statuses["counter"].extra["retired_sessions"] in ("0", "1")
             for name, status in statuses.items():
                 assert set(status.report.counts.values()) <= {0}, name
                 assert status.marks_held == 1, name

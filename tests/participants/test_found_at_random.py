@@ -82,7 +82,8 @@ async def test_a_cut_given_again_while_it_is_given_up_does_not_stand(tmp_path: P
     release.set()
     await server.ready()
     assert server.counts("cut", "held") == (1, 1)
-    assert len(backend.cuts) == 1 and first not in backend.cuts
+    assert len(backend.cuts) == 1
+    assert first not in backend.cuts
     await server.end()
     await running.end()
 
@@ -97,21 +98,16 @@ async def test_a_cut_given_again_that_could_not_be_given_up_yet_is_kept(tmp_path
     backend.error["release"] = WorkerUnavailable("on purpose")
     await server.open()
     await backend.asked_again(len(backend.asked) + 1)
-    assert backend.asked[-1] == "release" and server.counts("cuts_unreleased") == (1,)
+    assert backend.asked[-1] == "release"
+    assert server.counts("cuts_unreleased") == (1,)
     (record,) = await server.checkpoint(R, number=2)
     assert first in record.decode("cuts")[0]["cut_id"]
     del backend.error["release"]
     await server.open()
-    await running_ends(server)
-    assert set(backend.cuts) == {first} and not backend.released
+    server.go.set()
+    await running.end()
+    await asyncio.gather(*server.owner._state._releaser._tasks._tasks)
+    assert set(backend.cuts) == {first}
+    assert not backend.released
     assert server.counts("cuts_unreleased") == (0,)
     await server.end()
-    await running.end()
-
-
-async def running_ends(server: PolicyServer) -> None:
-    """All calls reply, and nothing is left to be given up."""
-    server.go.set()
-    async with asyncio.timeout(10):
-        while server.counts("inflight") != (0,) or server.owner._state._releaser._running:
-            await asyncio.sleep(0.01)

@@ -28,10 +28,10 @@ from gym_ckpt_grpc.protocol.phases import Operation
 from gymckpt.v1 import errors_pb2, participant_pb2_grpc
 from gymckpt.v1 import participant_pb2 as pb
 from tests.random.faulty_owner import FaultyOwner
+from tests.random.kinds import KINDS
 from tests.random.model import arguments
 from tests.random.ops import Op, episodes, scope_of
 from tests.random.steered_files import SteeredFiles
-from tests.random.kinds import KINDS
 from tests.random.subjects import Outside, Subject
 from tests.random.virtual_time import CountingLoop, VirtualLoop
 

@@ -85,7 +85,7 @@ class LegacyAgent(Agent):
         base = EACH * STEPS.index("loop") if self.is_run(session.episode) else 0
         while True:
             self.at[session.episode] = base + n
-            await session.boundary(lambda n=n: {"n": n})  # type: ignore[misc]
+            await session.boundary(lambda n=n: {"n": n})
             if n % 2:
                 await self.policy.call(session, "/v1/responses", {"of": str(session.episode), "turn": n})
             elif await queue.get() == FINISH:

@@ -46,7 +46,8 @@ def _check_counts(policy: Policy) -> None:
     assert closed or counts["cut"] == counts["cut_failed"] == counts["paused"] == 0, f"P: open, and {counts}"
     if policy.real.gate().cuts.is_open:
         parts = counts["cut"] + counts["cut_failed"] + counts["cut_skipped"]
-        assert counts["cut_failed"] >= 0 and parts == counts["held"], f"P: {counts}"
+        assert counts["cut_failed"] >= 0, f"P: {counts}"
+        assert parts == counts["held"], f"P: {counts}"
 
 
 def _check_cuts(policy: Policy, world: World) -> None:
@@ -137,7 +138,8 @@ def check_end(policy: Policy) -> None:
     assert not any(counts[name] for name in names), f"P: left at the end: {counts}"
     assert not policy.sent, f"P: calls that never end: {policy.sent}"
     state = policy.real._state
-    assert not state._restored._leases and not state._deleting and not state._earlier
+    kept = [state._restored._leases, state._deleting, state._earlier]
+    assert not any(kept), f"P: kept for calls that have ended: {kept}"
     owners = (policy.real._sweeper._tasks, state._looks._tasks, state._releaser._tasks)
     tasks = [task.get_name() for owner in owners for task in owner._tasks]
     assert not tasks, f"P: tasks left: {tasks}"

@@ -24,8 +24,16 @@ PARTS = 10
 LIMIT = 60.0
 """Seconds that one sequence may take (R12)."""
 SHARES = {
-    **{"scripted": 16, "resources": 5, "environment": 4, "agent": 4, "served": 1},
-    **{"policy": 8, "legacy": 3, "replayed": 1, "stateless": 1, "restart_only": 1},
+    "scripted": 16,
+    "resources": 5,
+    "environment": 4,
+    "agent": 4,
+    "served": 1,
+    "policy": 8,
+    "legacy": 3,
+    "replayed": 1,
+    "stateless": 1,
+    "restart_only": 1,
 }
 """Of 44 seeds: how many run which server, and how many over gRPC."""
 

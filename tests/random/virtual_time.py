@@ -143,7 +143,7 @@ class CountedThread(ThreadPoolExecutor):
         assert isinstance(loop, CountingLoop)
         self._loop = loop
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # type: ignore[override]
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         result: Future[T] = Future()
 
         def work() -> None:

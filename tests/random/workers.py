@@ -38,7 +38,8 @@ class Worker:
     """One worker. Calls end at their budget, as the port promises, but for acknowledgements, which may come late.
 
     cuts: those that exist. told: cuts of which the policy server that runs now was told. own: finished calls, whose
-    tokens it keeps. denied: cuts that it once said it did not have. shared: cuts that it gave two calls. on_release: told of each cut given up.
+    tokens it keeps. denied: cuts that it once said it did not have. shared: cuts that it gave two calls.
+    on_release: told of each cut given up.
     """
 
     def __init__(self, name: str) -> None:
