@@ -146,7 +146,7 @@ class World:
 
     def collect(self) -> None:
         """Take the results that have come; a failure that the controller did not cause fails the test."""
-        assert self.gym.trainer.failures == {}
+        assert not self.gym.trainer.failures, self.gym.trainer.failures
         self.results.update(self.gym.trainer.results)
 
     # ---- inside
@@ -208,12 +208,15 @@ class World:
 
     async def check(self) -> None:
         """Every reward right, nothing repeated, every checkpoint intact, every server idle and empty."""
-        assert self.results == {rollout: play(counting(rollout)).result for rollout in self.highest}
+        expected = {rollout: play(counting(rollout)).result for rollout in self.highest}
+        assert self.results == expected, (self.results, expected)
         assert {result.reward for result in self.results.values()} == {1.0}
         self._check_calls()
-        assert [fault for name in self.published for fault in self.gym.faults(name)] == []
+        damaged = [fault for name in self.published for fault in self.gym.faults(name)]
+        assert not damaged, damaged
         statuses = await self.gym.statuses()
-        assert [(name, problem) for name, status in statuses.items() for problem in problems(status)] == []
+        left = [f"{name}: {problem}" for name, status in statuses.items() for problem in problems(status)]
+        assert not left, left
 
     def _check_calls(self) -> None:
         """By the worker's own log: calls of each attempt in each life, and what they generated again."""
