@@ -86,7 +86,7 @@ class CheckpointMiddleware:
         reply = _ReplySender(send, self._gate)
         try:
             episode, path = self._gate.names.split(scope["path"])
-            inner = _inner_scope(scope, episode, path)
+            inner = _inner_scope(scope, self._gate.names, episode, path)
             if path in self._bypass:
                 await self._app(inner, receive, reply)
             else:
@@ -140,7 +140,7 @@ class RolloutPrefix:
         except ControlError as error:
             await _send_refusal(error, send)
             return
-        await self._app(_inner_scope(scope, episode, path), receive, send)
+        await self._app(_inner_scope(scope, self._names, episode, path), receive, send)
 
 
 class _ReplySender:
@@ -247,13 +247,14 @@ async def _send_refusal(error: ControlError, send: Send) -> None:
 # ---- taking a scope apart --------------------------------------------------------------------------------
 
 
-def _inner_scope(scope: Scope, episode: EpisodeId | None, path: str) -> Scope:
+def _inner_scope(scope: Scope, names: DataPlaneNames, episode: EpisodeId | None, path: str) -> Scope:
     """The scope as the application sees it: without the rollout prefix, with the episode in its state."""
     if episode is None:
         return scope
     raw = scope.get("raw_path") or scope["path"].encode()
     tail = path.encode()
-    raw = tail if raw.endswith(tail) else b"/" + b"/".join(raw.split(b"/")[3:])
+    slashes = names.rollout_prefix.count("/") + 2  # before the path proper: of the prefix, the capture key, its own
+    raw = tail if raw.endswith(tail) else b"/" + b"/".join(raw.split(b"/")[slashes:])
     state = {**(scope.get("state") or {}), STATE_KEY: episode}
     return {**scope, "path": path, "raw_path": raw, "state": state}
 

@@ -46,17 +46,19 @@ class ActivationIndex:
             return Invocation.RECORDED, index
         if index == self.completed + 1 and not busy:
             return Invocation.RUN, index
-        raise self._illegal(header)
+        raise self._illegal(header, busy=busy)
 
     def complete(self, index: int | None, reply: Any) -> None:
         """Record the reply of an activation that ended well; one without an index is not remembered."""
         if index is not None:
             self.completed, self.reply = index, reply
 
-    def _illegal(self, header: str) -> InvalidArgument:
+    def _illegal(self, header: str, *, busy: bool) -> InvalidArgument:
         legal = [self.running] if self.running is not None else [self.completed + 1]
         if self.completed:
             legal.insert(0, self.completed)
         text = " or ".join(str(index) for index in legal)
+        if busy and self.running is None:
+            text += ", once the activation that keeps the session busy has ended"
         problem = Violation("activation", f"is {header[:40]!r}; legal are {text}")
         return InvalidArgument(f"activation index {header[:40]!r}: legal are {text}", violations=[problem])

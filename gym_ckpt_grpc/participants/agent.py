@@ -184,7 +184,7 @@ class AgentOwner(OwnerDefaults):
     ) -> tuple[Invocation, int | None, Session] | Literal[Held.HELD]:
         self.admission.check_mark(episode)
         session = self._sessions.get(key)
-        if session is None or (session.legacy and session.run is None):
+        if session is None or (session.legacy and (session.run is None or session.run.finishing)):
             raise StateNotFound(f"there is no session {key}", episodes=[episode])
         if session.deleting:
             return HELD
@@ -226,7 +226,8 @@ class AgentOwner(OwnerDefaults):
             await asyncio.wait({activation})
         except asyncio.CancelledError:
             if not outlives:
-                activation.cancel()
+                if session.activation is activation and session.live is not None:
+                    session.live.runs.cancel()
                 await asyncio.wait({activation})
             raise
         failed = activation.cancelled() or activation.exception() is not None
@@ -246,14 +247,14 @@ class AgentOwner(OwnerDefaults):
         """Stop a session's activation, free it and forget it. Repeats succeed, and get the first one's reply.
 
         free: frees the author's state and gives the reply; runs once, after the activation has ended. Admitted
-        while closed; blocks until done. One that a retire frees is left to the retire.
+        while closed; blocks until done. One that a retire or a Commit frees is left to that.
         """
-        session = self._sessions.get(key)
+        session = await self.admission.admit(lambda: self._admit_close(key), episode)
         if session is None or session.episode != episode or session.retired or session.legacy:
             return self._receipts.get(key, episode)
         if session.closing is not None:
             await asyncio.wait({session.closing})
-            return self._receipts.get(key, episode)
+            return await self.close_session(episode, key, free)  # it is gone, unless the other close failed
         session.closing = asyncio.get_running_loop().create_future()
         self._sessions.claim(episode)
         self._blocking.set(key, BlockerReason.RUNNING, episode, "close")
@@ -271,6 +272,10 @@ class AgentOwner(OwnerDefaults):
             self._blocking.clear(key)
             self.admission.changed()
         return reply
+
+    def _admit_close(self, key: str) -> Session | Literal[Held.HELD] | None:
+        session = self._sessions.get(key)
+        return HELD if session is not None and session.deleting else session
 
     async def _stop(self, session: Session) -> None:
         live = session.live

@@ -71,6 +71,12 @@ class RunContext(EpisodeContext):
             headers[self._names.owner_header] = self._routing_id
         return headers
 
+    async def run_cleanup(self, limit: float) -> None:
+        """Stop the loop first: it does not outlive its run, and what it works with is freed by the rest."""
+        if self._session.live is not None:
+            self.on_cleanup(lambda: _stop_activation(self._session))
+        await super().run_cleanup(limit)
+
     async def mark_restart(self) -> None:
         """Say that this run cannot be captured, an activation of it that is under way included."""
         await super().mark_restart()
@@ -108,11 +114,8 @@ class AgentRuns:
         context = RunContext(session, task, boundary, live, self.steps, self.names, self.routing_id)
 
         async def whole(context: RunContext) -> T:
-            try:
-                await self.steps.park(live)  # closed upon while it was installed
-                return await protocol(context)
-            finally:
-                await _stop_activation(session)
+            await self.steps.park(live)  # closed upon while it was installed
+            return await protocol(context)
 
         try:
             return await run_episode(self.steps, live, context, whole, self.limits)
@@ -244,7 +247,7 @@ def _protocol_key(key: str) -> str:
 
 
 async def _stop_activation(session: Session) -> None:
-    """An activation does not outlive its run."""
+    """Cancel an activation, once, and wait until it has ended."""
     live = session.live
     if live is not None:
         live.runs.cancel()

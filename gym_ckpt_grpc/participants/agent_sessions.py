@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from gym_ckpt_grpc.participants.activations import ActivationIndex
 from gym_ckpt_grpc.participants.blocking import Clock
 from gym_ckpt_grpc.participants.records import AgentRecord
+from gym_ckpt_grpc.participants.rollout_index import RolloutIndex
 from gym_ckpt_grpc.participants.steps import Live, StepTracker
 from gym_ckpt_grpc.protocol.errors import StaleAttempt
 from gym_ckpt_grpc.protocol.ids import EpisodeId
@@ -134,10 +135,14 @@ class SessionContext:
         self.waiting_policy += 1
         self._steps.enter_replay(self._live, "policy")
 
-    def end_waiting(self) -> None:
-        """Run on; while a checkpoint is open the boundary goes on standing for the session."""
+    def end_waiting(self, *, cancelled: bool = False) -> None:
+        """Run on; while a checkpoint is open the boundary goes on standing for the session, unless cancelled."""
         self.waiting_policy -= 1
-        if not self.waiting_policy:
+        if self.waiting_policy:
+            return
+        if cancelled:
+            self._steps.stopped(self._live)
+        else:
             self._steps.leave_replay(self._live)
 
     def keep(self, digest: str, reply: Any) -> None:
@@ -149,10 +154,12 @@ class SessionContext:
 
     async def stay(self) -> None:
         """Stay parked until the checkpoint is over."""
-        await self._steps.park(self._live)
-        if self.waiting_policy:
-            # Another call of the session is still under way, and the next checkpoint must not wait for it.
-            self._steps.enter_replay(self._live, "policy")
+        try:
+            await self._steps.park(self._live)
+        finally:
+            if self.waiting_policy:
+                # Another call of the session is still under way, and the next checkpoint must not wait for it.
+                self._steps.enter_replay(self._live, "policy")
 
 
 class CloseReceipts:
@@ -165,10 +172,12 @@ class CloseReceipts:
         self._keep_for = keep_for
         self._clock = clock
         self._receipts: OrderedDict[tuple[str, EpisodeId], tuple[float, Any]] = OrderedDict()
+        self._index: RolloutIndex[tuple[str, EpisodeId]] = RolloutIndex()
 
     def add(self, key: str, episode: EpisodeId, reply: Any) -> None:
         self._drop_old()
         self._receipts[(key, episode)] = (self._clock() + self._keep_for, reply)
+        self._index.add((key, episode), episode)
 
     def get(self, key: str, episode: EpisodeId) -> Any:
         """What the close replied, or None."""
@@ -184,11 +193,14 @@ class CloseReceipts:
 
     def forget(self, rollout_id: str, through_attempt: int) -> None:
         """Drop the receipts of a finished rollout."""
-        for key, episode in list(self._receipts):
-            if episode.rollout_id == rollout_id and episode.attempt <= through_attempt:
-                del self._receipts[(key, episode)]
+        for receipt in self._index.through(rollout_id, through_attempt):
+            self._drop(receipt)
 
     def _drop_old(self) -> None:
         now = self._clock()
         while self._receipts and next(iter(self._receipts.values()))[0] <= now:
-            self._receipts.popitem(last=False)
+            self._drop(next(iter(self._receipts)))
+
+    def _drop(self, receipt: tuple[str, EpisodeId]) -> None:
+        del self._receipts[receipt]
+        self._index.drop(receipt, receipt[1])

@@ -55,13 +55,12 @@ class AgentState:
         here = [each for each in self.sessions if self._exported(each, scope, at_boundary)]
         unclaimed = [each for each in self.runs.restored.values() if each.episode in scope]
         unclaimed += [each.record for each in here if each.record is not None]
-        taken = [each for each in here if each.record is None]
-        kept = {each.key: {**each.restored_replies, **each.kept} for each in taken}
-        asked = [each.key for each in taken if not _starts_over(each, at_boundary)]
+        # As of now: while the author gives the states, an activation may begin, end, or be stopped.
+        taken = [_Taken.of(each, at_boundary) for each in here if each.record is None]
+        asked = [each.key for each in taken if not each.starts_over]
         states = await self.hooks.export_sessions(asked) if asked else {}
         for start in range(0, len(taken), EXPORT_SLICE):
-            batch = taken[start : start + EXPORT_SLICE]
-            yield [_record(each, states, at_boundary, kept).to_record() for each in batch]
+            yield [each.record(states).to_record() for each in taken[start : start + EXPORT_SLICE]]
             await asyncio.sleep(0)
         for start in range(0, len(unclaimed), EXPORT_SLICE):
             yield [each.to_record() for each in unclaimed[start : start + EXPORT_SLICE]]
@@ -164,30 +163,59 @@ def at_boundaries(steps: StepTracker) -> dict[str, int]:
     }
 
 
-def _starts_over(session: Session, at_boundary: Mapping[Any, Any]) -> bool:
-    """Whether a run has no boundary to go on from: then nothing of it is worth keeping."""
-    return session.legacy and at_boundary[protocol_of(session)] is None
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A session as an export found it. Boundaries may still be functions: those give the state as of their making."""
 
+    episode: EpisodeId
+    key: str
+    legacy: bool
+    boundary: Any
+    protocol_boundary: Any
+    seed: Mapping[str, Any]
+    completed: int
+    reply: Any
+    kept: Mapping[str, Any]
+    cookie_session_id: str | None
 
-def _record(
-    session: Session, states: Mapping[str, Any], at_boundary: Mapping[Any, Any], kept: Mapping[str, Mapping[str, Any]]
-) -> AgentRecord:
-    if _starts_over(session, at_boundary):
-        return AgentRecord(session.episode, session.key, None, cookie_session_id=session.cookie_session_id)
-    if session.key not in states:
-        raise HookFailed(f"export_sessions gave no state for session {session.key}", session.episode)
-    return AgentRecord(
-        session.episode,
-        session.key,
-        states[session.key],
-        value_of(at_boundary[session.key]) if session.live is not None else session.continuation,
-        session.seed,
-        session.index.completed,
-        session.index.reply,
-        kept[session.key],
-        value_of(at_boundary[protocol_of(session)]) if session.legacy else None,
-        session.cookie_session_id,
-    )
+    @classmethod
+    def of(cls, session: Session, at_boundary: Mapping[Any, Any]) -> _Taken:
+        return cls(
+            session.episode,
+            session.key,
+            session.legacy,
+            at_boundary[session.key] if session.live is not None else session.continuation,
+            at_boundary[protocol_of(session)] if session.legacy else None,
+            session.seed,
+            session.index.completed,
+            session.index.reply,
+            {**session.restored_replies, **session.kept},
+            session.cookie_session_id,
+        )
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether it is a run that has no boundary to go on from: then nothing of it is worth keeping."""
+        return self.legacy and self.protocol_boundary is None
+
+    def record(self, states: Mapping[str, Any]) -> AgentRecord:
+        """Its record with the author's state. Raises HookFailed if there is none."""
+        if self.starts_over:
+            return AgentRecord(self.episode, self.key, None, cookie_session_id=self.cookie_session_id)
+        if self.key not in states:
+            raise HookFailed(f"export_sessions gave no state for session {self.key}", self.episode)
+        return AgentRecord(
+            self.episode,
+            self.key,
+            states[self.key],
+            value_of(self.boundary, self.episode),
+            self.seed,
+            self.completed,
+            self.reply,
+            self.kept,
+            value_of(self.protocol_boundary, self.episode),
+            self.cookie_session_id,
+        )
 
 
 def _session(record: AgentRecord, target: EpisodeId) -> Session:

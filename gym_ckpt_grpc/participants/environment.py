@@ -168,7 +168,7 @@ class EnvironmentOwner(OwnerDefaults):
 
     def _record_of(self, live: Live, boundary: Any) -> EnvironmentRecord:
         digests = self._digests[live]
-        return EnvironmentRecord(live.episode, digests.whole, digests.fields, value_of(boundary))
+        return EnvironmentRecord(live.episode, digests.whole, digests.fields, value_of(boundary, live.episode))
 
     async def stage(self, records: Sequence[Record], scope: RestoreScope) -> dict[EpisodeId, EnvironmentRecord]:
         check_overlap(scope, self.admission, self._here)

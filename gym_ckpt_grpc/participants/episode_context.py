@@ -72,6 +72,11 @@ class EpisodeContext:
         """Run this when the episode ends, however it does; the last registered runs first."""
         self._cleanups.append(cleanup)
 
+    @property
+    def has_cleanup(self) -> bool:
+        """Whether there is anything to run when the episode ends."""
+        return bool(self._cleanups)
+
     async def run_cleanup(self, limit: float) -> None:
         """Run all cleanup within `limit` seconds, to its end even if a cancel arrives; then let the cancel on."""
         if not self._cleanups:

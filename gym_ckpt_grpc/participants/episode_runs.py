@@ -60,7 +60,7 @@ async def _with_cleanup(
                 live.deadline = EpisodeDeadline(scope)
                 result = await protocol(context)
         finally:
-            steps.finish(live)
+            steps.finish(live, cleans=context.has_cleanup)
             await context.run_cleanup(limits.cleanup)
     except Exception:
         await steps.hold_end(live)

@@ -86,13 +86,15 @@ class PolicyClient:
     async def _wait(self, session: SessionContext, request: PolicyRequest, digest: str) -> PolicyReply:
         session.begin_waiting()
         try:
-            try:
-                reply = await self._exchange(request)
-            finally:
-                session.end_waiting()
+            reply = await self._exchange(request)
         except Exception:
+            session.end_waiting()
             await session.stay()
             raise
+        except BaseException:
+            session.end_waiting(cancelled=True)
+            raise
+        session.end_waiting()
         if reply.status < 300:
             session.keep(digest, {"status": reply.status, "body": reply.body, "headers": dict(reply.headers)})
         if session.checkpoint_open:

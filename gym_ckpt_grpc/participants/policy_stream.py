@@ -150,7 +150,7 @@ class PolicyStream(AbstractAsyncContextManager["PolicyStream"]):
         if self._waiting and error is not None and not isinstance(error, Exception):
             # A cancellation goes through at once.
             self._waiting = False
-            self._session.end_waiting()
+            self._session.end_waiting(cancelled=True)
         await self._stop()
 
     async def _read(self) -> None:

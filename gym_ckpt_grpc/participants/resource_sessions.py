@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -12,6 +12,7 @@ from gym_ckpt_grpc.participants.admission import Admission, Cancellable, GateReq
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.names import header
 from gym_ckpt_grpc.participants.reports import covers
+from gym_ckpt_grpc.participants.rollout_index import RolloutIndex
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.report import BlockerReason
 
@@ -32,6 +33,40 @@ class ResourceSession:
     deleting: bool = False
     ends_at_open: bool = False
     """A replayable verify ended it while closed: it is still exported."""
+
+
+class RefusedSessions:
+    """Freed sessions of retired attempts, until Forget: whose each was."""
+
+    __slots__ = ("_episodes", "_index")
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, EpisodeId] = {}
+        self._index: RolloutIndex[str] = RolloutIndex()
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def get(self, key: str | None) -> EpisodeId | None:
+        """The retired attempt whose session this was, or None."""
+        return self._episodes.get(key) if key is not None else None
+
+    def add(self, key: str, episode: EpisodeId) -> None:
+        """Refuse a session from now on."""
+        self.drop(key)
+        self._episodes[key] = episode
+        self._index.add(key, episode)
+
+    def drop(self, key: str) -> None:
+        """Refuse it no more; harmless if it was not."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None:
+            self._index.drop(key, episode)
+
+    def forget(self, rollout_id: str, through_attempt: int) -> None:
+        """Drop those of a rollout's attempts up to this one."""
+        for key in self._index.through(rollout_id, through_attempt):
+            self.drop(key)
 
 
 class RequestOwner(Protocol):
@@ -162,10 +197,11 @@ def session_from_cookie(name: str) -> tuple[SessionOf, SessionAfter]:
     """Session ids that stand, readable, in a cookie; the seed's reply may set another."""
 
     def before(request: GateRequest) -> str | None:
-        return _cookie(request.headers.get("cookie", ""), name)
+        return _cookie(request.headers.get("cookie", "").split(";"), name)
 
     def after(request: GateRequest, reply: Reply) -> str | None:
-        return _cookie(reply.headers.get("set-cookie", ""), name) or before(request)
+        # Several such headers come joined by commas; the id in one of them has none.
+        return _cookie(reply.headers.get("set-cookie", "").replace(",", ";").split(";"), name) or before(request)
 
     return before, after
 
@@ -182,8 +218,8 @@ def session_from_header(name: str) -> tuple[SessionOf, SessionAfter]:
     return before, after
 
 
-def _cookie(text: str, name: str) -> str | None:
-    for part in text.replace(",", ";").split(";"):
+def _cookie(parts: Sequence[str], name: str) -> str | None:
+    for part in parts:
         key, _, value = part.strip().partition("=")
         if key == name and value:
             return value.strip('"')

@@ -17,8 +17,9 @@ from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, G
 from gym_ckpt_grpc.participants.blocking import Blocking, Clock
 from gym_ckpt_grpc.participants.mcp import SessionTokens
 from gym_ckpt_grpc.participants.names import DataPlaneNames, header
-from gym_ckpt_grpc.participants.reports import batches, covers, make_report, run_side_by_side
+from gym_ckpt_grpc.participants.reports import batches, make_report, run_side_by_side
 from gym_ckpt_grpc.participants.resource_sessions import (
+    RefusedSessions,
     Request,
     Requests,
     ResourceSession,
@@ -86,7 +87,7 @@ class ResourcesOwner(OwnerDefaults):
         self._blocking = Blocking(clock)
         self._sessions: SessionTable[ResourceSession] = SessionTable()
         self._requests = Requests(self.admission, self._blocking)
-        self._refused: dict[str, EpisodeId] = {}
+        self._refused = RefusedSessions()
         self._unattributed = 0
         self._state = ResourcesState(
             self.settings.mode, hooks, self.admission, self._blocking, self._sessions, self._requests, self._refused
@@ -151,9 +152,7 @@ class ResourcesOwner(OwnerDefaults):
             self.admission.check_mark(session.episode)
             if session.retired and session.episode is not None:
                 raise StaleAttempt(f"session {session.key} was retired", episodes=[session.episode])
-        elif (
-            session_id is not None and (refused := self._refused.get(session_id)) and request.episode in (None, refused)
-        ):
+        elif (refused := self._refused.get(session_id)) is not None and request.episode in (None, refused):
             raise StaleAttempt(f"session {session_id} was retired", episodes=[refused])
 
     # ---- what requests report
@@ -187,7 +186,7 @@ class ResourcesOwner(OwnerDefaults):
             return
         if known is not None:
             self._drop(known)
-        self._refused.pop(session_id, None)
+        self._refused.drop(session_id)
         session = ResourceSession(session_id, episode)
         self._sessions.add(session)
         self._unattributed += episode is None
@@ -210,6 +209,8 @@ class ResourcesOwner(OwnerDefaults):
         if self._sessions.get(session.key) is session:
             self._sessions.remove(session)
             self._unattributed -= session.episode is None
+            self._blocking.clear(session.key)  # of a retire, if a later attempt has begun the session anew
+            self.admission.changed()
 
     # ---- StateOwner
 
@@ -223,7 +224,7 @@ class ResourcesOwner(OwnerDefaults):
     async def open_admission(self, opening: Opening) -> None:
         for session in self._sessions:
             if session.ends_at_open:
-                self._drop(session)
+                self._end(session, deferred=False)
         self._state.forget_gone()
         self.admission.open()
 
@@ -261,7 +262,7 @@ class ResourcesOwner(OwnerDefaults):
 
     async def activate(self, staged: StagedSessions) -> None:
         for session in staged.sessions:
-            self._refused.pop(session.key, None)
+            self._refused.drop(session.key)
             self._sessions.add(session, pending=True)
 
     async def discard(self, staged: StagedSessions) -> None:
@@ -283,9 +284,7 @@ class ResourcesOwner(OwnerDefaults):
             raise RetireIncomplete(f"a session of {left[0]} is not freed yet", episodes=left)
 
     def forget(self, rollout_id: str, through_attempt: int) -> None:
-        through = EpisodeId(rollout_id, through_attempt)
-        for session_id in [key for key, episode in self._refused.items() if covers(through, episode)]:
-            del self._refused[session_id]
+        self._refused.forget(rollout_id, through_attempt)
 
     def restored_pending(self) -> frozenset[EpisodeId]:
         return frozenset(self._sessions.pending())

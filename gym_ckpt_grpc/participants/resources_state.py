@@ -15,7 +15,7 @@ from gym_ckpt_grpc.participants.hooks import within
 from gym_ckpt_grpc.participants.overlap import check_overlap, naming_sources, targets_of
 from gym_ckpt_grpc.participants.records import ResourcesRecord
 from gym_ckpt_grpc.participants.reports import covers
-from gym_ckpt_grpc.participants.resource_sessions import Requests, ResourceSession
+from gym_ckpt_grpc.participants.resource_sessions import RefusedSessions, Requests, ResourceSession
 from gym_ckpt_grpc.participants.session_table import SessionTable, free_each
 from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks, ResourcesMode, RestoredState
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
@@ -43,7 +43,7 @@ class ResourcesState:
     blocking: Blocking
     sessions: SessionTable[ResourceSession]
     requests: Requests
-    refused: dict[str, EpisodeId]
+    refused: RefusedSessions
     _gone: dict[str, ResourceSession] = field(default_factory=dict)
 
     # ---- sessions that the server no longer has
@@ -59,8 +59,8 @@ class ResourcesState:
         self._gone = {}
 
     def gone(self) -> list[ResourceSession]:
-        """Sessions found gone at this close."""
-        return list(self._gone.values())
+        """Sessions found gone at this close; one that has ended since, by a request under way then, is not one."""
+        return [each for each in self._gone.values() if self.sessions.get(each.key) is each]
 
     # ---- export
 
@@ -140,13 +140,14 @@ class ResourcesState:
         """Cancel its requests once, wait until they ended, and free it. Cut short it stays tracked."""
         self.mark_retired(session)
         if session.episode is not None:
-            self.refused[session.key] = session.episode
+            self.refused.add(session.key, session.episode)
         for request in list(session.requests.values()):
             if not request.seed and not request.closes:
                 request.runs.cancel()
         for request in list(session.requests.values()):
             await wait_for(request.done, budget, f"{request.asked.path} of session {session.key}")
-        await within(budget, self._free(session), f"the retire of session {session.key}")
+        if self.sessions.get(session.key) is session:
+            await within(budget, self._free(session), f"the retire of session {session.key}")
 
     async def end_orphans(self, retired: EpisodeId, budget: Budget) -> None:
         """Cancel once, and wait for, requests whose session was closed under them: no session leads to them."""

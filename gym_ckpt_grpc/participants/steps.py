@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gym_ckpt_grpc.control.budget import Budget
+from gym_ckpt_grpc.control.ports import HookFailed
 from gym_ckpt_grpc.participants.admission import Admission, Cancellable, wait_for
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, StaleAttempt, UsageError
@@ -197,7 +198,11 @@ class StepTracker:
             self._check_retired(live)
             self._enter(live, StepState.PARKED)
             self._suspend(live)
-            await self._asleep(live)
+            try:
+                await self._asleep(live)
+            except asyncio.CancelledError:
+                self.stopped(live)
+                raise
         self._check_retired(live)
         live.step_over = False
         self._enter(live, StepState.RUNNING)
@@ -244,6 +249,14 @@ class StepTracker:
         else:
             self._enter(live, StepState.RUNNING)
 
+    def stopped(self, live: Live) -> None:
+        """A cancel arrived where it stood still. Its cleanup may destroy what the boundary names, so it blocks."""
+        if live.key in self.blocking:
+            return  # it is being closed or retired
+        if not live.sleepers:  # else a call beside this one goes on standing for it
+            live.step_over = False
+            self._enter(live, StepState.RUNNING)
+
     async def mark_restart(self, live: Live) -> None:
         """Say that this episode cannot be captured. Takes effect when no checkpoint is open.
 
@@ -266,14 +279,17 @@ class StepTracker:
             self._restarts[live.key] = live.episode
             self._enter(live, live.state, live.place)
 
-    def finish(self, live: Live) -> None:
+    def finish(self, live: Live, *, cleans: bool = True) -> None:
         """The protocol is over and cleanup runs: a retire waits for it and does not cancel.
 
-        After a replay step that raised while closed the episode still stands for *start over from input*.
+        After a replay step that ended while closed it stands for *start over from input*, and does not block.
+        cleans: whether there is any cleanup, which may destroy what the boundary names.
         """
         live.finishing = True
         if not live.step_over:
             self._enter(live, StepState.RUNNING, "cleanup")
+        elif cleans:
+            live.boundary = None
 
     async def hold_end(self, live: Live) -> None:
         """After such a step, keep the failure from the caller until the checkpoint is over, or a retire."""
@@ -381,6 +397,11 @@ def _wake(live: Live) -> None:
             sleeper.set_result(None)
 
 
-def value_of(boundary: Any) -> Any:
-    """A boundary's value: what its function gives, if it is one."""
-    return boundary() if callable(boundary) else boundary
+def value_of(boundary: Any, episode: EpisodeId) -> Any:
+    """A boundary's value: what its function gives, if it is one. Raises HookFailed naming the episode if that fails."""
+    if not callable(boundary):
+        return boundary
+    try:
+        return boundary()
+    except Exception as error:
+        raise HookFailed(f"the boundary function of {episode} failed: {error!r}", episode) from error

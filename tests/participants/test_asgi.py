@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gym_ckpt_grpc.integrations import CheckpointMiddleware, answer_refusal, episode_of
-from gym_ckpt_grpc.integrations.asgi import WATCHED_BODY
-from gym_ckpt_grpc.participants import EnvironmentOwner, GateRequest, Reply, Visit
+from gym_ckpt_grpc.integrations.asgi import WATCHED_BODY, RolloutPrefix
+from gym_ckpt_grpc.participants import DataPlaneNames, EnvironmentOwner, GateRequest, Reply, Visit
 from gym_ckpt_grpc.participants.gates import RouteGate
 from gym_ckpt_grpc.protocol.errors import AdmissionClosed, InvalidPhase, RolloutIdRequired
 from tests.participants.fakes import App, Call, FakePort, R, call, close, reopen, retire, spin
@@ -51,6 +51,23 @@ async def test_the_prefix_is_taken_off_and_the_episode_is_in_the_state(rig: Rig)
     await rig.call("/run").end()
     with pytest.raises(RolloutIdRequired):
         episode_of(rig.scopes[1])
+
+
+@pytest.mark.parametrize("prefix", ["/rollout", "/ng/rollout"])
+async def test_an_escaped_path_keeps_its_escapes_behind_the_prefix(prefix: str) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Any, send: Any) -> None:
+        seen.append((scope["path"], scope["raw_path"]))
+
+    served = RolloutPrefix(app, DataPlaneNames(rollout_prefix=prefix))
+    scope = {"type": "http", "path": f"{prefix}/r/files/a b", "raw_path": f"{prefix}/r/files/a%20b".encode()}
+    await served(scope, _unused, _unused)
+    assert seen == [("/files/a b", b"/files/a%20b")]
+
+
+async def _unused(*_: Any) -> Any:
+    raise AssertionError("nothing is received or sent")
 
 
 @pytest.mark.behaviour("P45")
