@@ -105,7 +105,8 @@ async def test_between_a_replay_step_and_its_boundary_an_episode_blocks_the_next
 
 
 @pytest.mark.behaviour("P57")
-async def test_a_replay_step_that_raises_while_closed_is_exported_with_no_boundary(rig: Rig) -> None:
+@pytest.mark.parametrize("cleans", [False, True])
+async def test_a_replay_step_that_raises_while_closed_is_exported_with_no_boundary(rig: Rig, cleans: bool) -> None:
     """Its cleanup may destroy what the boundary names; the failure is told after the checkpoint only."""
     fail = asyncio.Event()
 
@@ -116,7 +117,7 @@ async def test_a_replay_step_that_raises_while_closed_is_exported_with_no_bounda
                 await fail.wait()
                 raise RuntimeError("lost")
         finally:
-            rig.steps.finish(live)
+            rig.steps.finish(live, cleans=cleans)
             await rig.steps.hold_end(live)
 
     task = rig.start(R, work)
