@@ -107,8 +107,12 @@ class PolicyRig:
     # ---- what a control plane does
 
     async def close(self, number: int = 1) -> None:
-        """Close admission, and wait until every owed call has its disposition."""
-        await self.owner.close_admission(Closing(f"ckpt-{number}", number, budget(LIMIT), ready_within=LIMIT))
+        """Close admission, and wait until every owed call has its disposition.
+
+        One request for cuts has a quarter of the time, and a stalled disk must not spend it.
+        """
+        closing = Closing(f"ckpt-{number}", number, budget(4 * LIMIT), ready_within=4 * LIMIT)
+        await self.owner.close_admission(closing)
         await until(self.owner.is_ready)
 
     async def export(self, *episodes: EpisodeId) -> list[Record]:
