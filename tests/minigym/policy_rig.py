@@ -107,12 +107,8 @@ class PolicyRig:
     # ---- what a control plane does
 
     async def close(self, number: int = 1) -> None:
-        """Close admission, and wait until every owed call has its disposition.
-
-        One request for cuts has a quarter of the time, and a stalled disk must not spend it.
-        """
-        closing = Closing(f"ckpt-{number}", number, budget(4 * LIMIT), ready_within=4 * LIMIT)
-        await self.owner.close_admission(closing)
+        """Close admission, and wait until every owed call has its disposition."""
+        await self.owner.close_admission(Closing(f"ckpt-{number}", number, budget(LIMIT), ready_within=LIMIT))
         await until(self.owner.is_ready)
 
     async def export(self, *episodes: EpisodeId) -> list[Record]:
@@ -155,7 +151,7 @@ async def policy_rig(
             config = WorkerConfig(
                 log=directory / f"{name}.jsonl",
                 name=name,
-                tick=0,
+                tick=0.001,  # 0 would spin while calls are held, and starve the thread that makes their cuts durable
                 staged=directory / "staged" if capture else None,
                 control_address=control if capture else "",
                 controls=True,
