@@ -7,8 +7,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-Advance = Callable[[], bool]
-"""Makes one token of one sequence. True when that was the last. Quick, and without I/O that can wait."""
+Advance = Callable[[], bool | None]
+"""Makes one token of one sequence: True when that was the last, None if it stood still and made none. Quick, and
+without I/O that can wait."""
+
+STILL = 0.001
+"""Seconds between two ticks in which every sequence stands still: without a tick the loop would spin, and starve the
+threads that make cuts durable."""
 
 
 class Engine:
@@ -44,8 +49,9 @@ class Engine:
         finally:
             self._active.pop(done, None)
 
-    def decode_once(self) -> None:
-        """One tick: one token for every sequence that is active now."""
+    def decode_once(self) -> bool:
+        """One tick: one token for every sequence that is active now. False if all of them stood still."""
+        moved = False
         for done, advance in tuple(self._active.items()):
             if done.done():
                 continue
@@ -54,10 +60,12 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
             else:
+                moved = moved or finished is not None
                 if finished:
                     done.set_result(None)
             if done.done():
                 self._active.pop(done, None)
+        return moved
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._decode(), name="minigym decode loop")
@@ -84,4 +92,5 @@ class Engine:
                 due = clock()
             due = max(due + self.tick, clock())
             await asyncio.sleep(due - clock() if self.tick else 0)
-            self.decode_once()
+            if not self.decode_once():
+                await asyncio.sleep(STILL)

@@ -20,6 +20,7 @@ from gym_ckpt_grpc.capture import (
     fetch,
 )
 from gym_ckpt_grpc.minigym.chat_request import ChatRequest
+from gym_ckpt_grpc.minigym.engine import Advance
 from gym_ckpt_grpc.minigym.generation import (
     MAX_SEED,
     Generation,
@@ -88,16 +89,16 @@ class WorkerCall:
         """Tokens that this call has generated, of all its choices."""
         return sum(len(generation.ids) for generation in self.generations) - self.reused
 
-    def advances(self, choice: int, weights: Callable[[], int], controls: WorkerControls) -> Callable[[], bool]:
+    def advances(self, choice: int, weights: Callable[[], int], controls: WorkerControls) -> Advance:
         """What the engine calls once a tick for one choice."""
         generation = self.generations[choice]
 
-        def advance() -> bool:
+        def advance() -> bool | None:
             was_held, self.held = self.held, controls.holds(self.name, len(generation.ids))
             if self.held:
                 if not was_held:
                     controls.stopped()
-                return False
+                return None
             version = weights()
             token = generation.advance(version)
             if choice == 0 and self.staged:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from gym_ckpt_grpc.minigym import engine as engine_module
 from gym_ckpt_grpc.minigym.engine import Advance, Engine
 
 
@@ -104,3 +105,23 @@ async def test_the_loop_sleeps_a_tick_between_tokens_and_idles_without_work() ->
 def test_a_negative_tick_is_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         Engine(tick=-1)
+
+
+async def test_a_tick_in_which_everything_stands_still_leaves_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a tick the loop would spin: each turn would be a tick, and no thread would get its turn."""
+    monkeypatch.setattr(engine_module, "STILL", 60.0)
+    ticked, ticks = asyncio.Event(), 0
+
+    def stand() -> None:
+        nonlocal ticks
+        ticks += 1
+        ticked.set()
+
+    async with Engine(tick=0) as engine:
+        standing = asyncio.create_task(engine.run(stand))
+        await ticked.wait()
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert ticks == 1
+        standing.cancel()
+        await asyncio.gather(standing, return_exceptions=True)

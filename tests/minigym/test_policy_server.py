@@ -124,7 +124,7 @@ async def test_a_reply_finished_while_held_is_given_after_a_restore_and_no_token
     assert (call.made, call.reused) == (0, len(reply["token_ids"]))
 
 
-def _never() -> None:
+def _never() -> bool:
     raise AssertionError("no token may be made")
 
 

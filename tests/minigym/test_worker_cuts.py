@@ -98,7 +98,7 @@ async def test_behind_the_last_token_the_finished_reply_is_given_again_and_nothi
     assert (call.made, call.reused) == (0, evidence.prefix_tokens)
 
 
-def _never() -> None:
+def _never() -> bool:
     raise AssertionError("a finished cut is answered without a tick of the engine")
 
 
