@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -19,7 +18,7 @@ from gym_ckpt_grpc.capture import generation_wire
 from gym_ckpt_grpc.capture.cut_engine import CutEngine, CutSweep, Outcomes
 from gym_ckpt_grpc.control import Budget, wire
 from gym_ckpt_grpc.control.budget import MAX_DEADLINE
-from gym_ckpt_grpc.control.serving import ServiceHost, time_left
+from gym_ckpt_grpc.control.serving import HostedService, ServiceHost, time_left
 from gym_ckpt_grpc.protocol.errors import InternalError, OutOfTime
 from gym_ckpt_grpc.protocol.generation_validation import validate_generation
 from gym_ckpt_grpc.telemetry import CallObserver
@@ -112,7 +111,7 @@ def _messages(batch: Outcomes) -> list[pb.CutAcks]:
     return messages
 
 
-class GenerationServer:
+class GenerationServer(HostedService):
     """The control server of one inference worker, beside its data plane, in the same process and event loop.
 
     address: `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. authenticator: None lets
@@ -130,7 +129,7 @@ class GenerationServer:
         observer: CallObserver | None = None,
     ) -> None:
         self._servicer = GenerationServicer(engine)
-        self._host = ServiceHost(
+        host = ServiceHost(
             SERVICE,
             address,
             identity=None,
@@ -138,28 +137,12 @@ class GenerationServer:
             allow_insecure=allow_insecure,
             observer=observer,
         )
+        super().__init__(host)
 
-    @property
-    def address(self) -> str:
-        """Where it serves."""
-        return self._host.address
-
-    async def start(self) -> Self:
-        """Bind and serve. Raises UsageError naming an address that cannot be had."""
-        await self._host.start(
-            lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, server)
-        )
-        return self
+    def _add_servicer(self, server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, server)
 
     async def stop(self, grace: float = 1.0) -> None:
         """Stop serving: calls under way have `grace` seconds."""
-        await self._host.stop(grace)
+        await super().stop(grace)
         await self._servicer.close()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()

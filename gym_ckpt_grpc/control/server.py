@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+import grpc
 
 from gym_ckpt_grpc.auth import Authenticator
 from gym_ckpt_grpc.control.control_plane import ControlPlane
 from gym_ckpt_grpc.control.servicer import ParticipantServicer
-from gym_ckpt_grpc.control.serving import ServiceHost
+from gym_ckpt_grpc.control.serving import HostedService, ServiceHost
 from gym_ckpt_grpc.telemetry import CallObserver
 from gymckpt.v1 import participant_pb2, participant_pb2_grpc
 
 SERVICE = participant_pb2.DESCRIPTOR.services_by_name["ParticipantService"].full_name
 
 
-class ParticipantServer:
+class ParticipantServer(HostedService):
     """The control server of one participant.
 
     address: `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. authenticator: None
     lets every local caller do everything, and is refused on an address that is not local. allow_insecure: needed
-    for plain text beyond this host. Build and start it inside the running loop, never before a fork.
+    for plain text beyond this host.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class ParticipantServer:
         observer: CallObserver | None = None,
     ) -> None:
         self.plane = plane
-        self._host = ServiceHost(
+        host = ServiceHost(
             SERVICE,
             address,
             identity=plane.identity,
@@ -41,30 +40,13 @@ class ParticipantServer:
             allow_insecure=allow_insecure,
             observer=observer,
         )
+        super().__init__(host)
+        self.max_calls = plane.settings.max_concurrent_calls or None
 
-    @property
-    def address(self) -> str:
-        """Where it serves."""
-        return self._host.address
-
-    async def start(self) -> Self:
-        """Bind and serve. Raises UsageError naming the address where it cannot be had."""
-        servicer = ParticipantServicer(self.plane)
-        await self._host.start(
-            lambda server: participant_pb2_grpc.add_ParticipantServiceServicer_to_server(servicer, server),
-            max_calls=self.plane.settings.max_concurrent_calls or None,
-        )
-        return self
+    def _add_servicer(self, server: grpc.aio.Server) -> None:
+        participant_pb2_grpc.add_ParticipantServiceServicer_to_server(ParticipantServicer(self.plane), server)
 
     async def stop(self, grace: float = 1.0) -> None:
         """Stop serving: calls under way have `grace` seconds. Admission stays as it is."""
-        await self._host.stop(grace)
+        await super().stop(grace)
         await self.plane.close()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()

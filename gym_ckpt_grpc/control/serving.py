@@ -6,8 +6,10 @@ import asyncio
 import os
 import socket
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 from grpc_channelz.v1 import _async as channelz_async
@@ -123,6 +125,45 @@ class ServiceHost:
             await self._health.enter_graceful_shutdown()
             await self._server.stop(grace)
             self._server = None
+
+
+class HostedService(ABC):
+    """A server of one service: an async context manager that serves from its start to its stop.
+
+    Build and start it inside the running loop, never before a fork.
+    """
+
+    max_calls: int | None = None
+    """Calls at one time, None for no limit."""
+
+    def __init__(self, host: ServiceHost) -> None:
+        self._host = host
+
+    @abstractmethod
+    def _add_servicer(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+
+    @property
+    def address(self) -> str:
+        """Where it serves."""
+        return self._host.address
+
+    async def start(self) -> Self:
+        """Bind and serve. Raises UsageError naming an address that cannot be had."""
+        await self._host.start(self._add_servicer, max_calls=self.max_calls)
+        return self
+
+    async def stop(self, grace: float = 1.0) -> None:
+        """Stop serving: calls under way have `grace` seconds."""
+        await self._host.stop(grace)
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
 
 
 def time_left(context: grpc.aio.ServicerContext[Any, Any], limit: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.capture.ledger_child import RACED
 from tests.capture.ledger_rig import ASK, R0, R1, admitted, calls, exported, made, said, user
 
 ROOT = Path(__file__).parents[2]
+RACED_WITHIN = 20.0
+"""Seconds for two processes to append a row each."""
 
 
 class Child:
@@ -122,8 +125,9 @@ def test_racing_appends_leave_nothing_behind_a_fence(tmp_path: Path) -> None:
             child.tell("go")
         for number in range(RACED):
             episode = EpisodeId(f"x{number}")
-            while len(exported(ledger, episode)) < 2:
-                pass
+            by = time.monotonic() + RACED_WITHIN
+            while len(exported(ledger, episode)) < 2:  # the rows are those of other processes
+                assert time.monotonic() < by, f"the children appended no two rows of {episode} in time"
             if number % 3 == 0:
                 ledger.delete([episode.rollout_id])
             ledger.retire([episode])

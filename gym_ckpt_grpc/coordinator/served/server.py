@@ -6,11 +6,10 @@ async with Coordinator(fleet, root=root) as coordinator, CoordinatorServer(coord
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+import grpc
 
 from gym_ckpt_grpc.auth import Authenticator
-from gym_ckpt_grpc.control.serving import ServiceHost
+from gym_ckpt_grpc.control.serving import HostedService, ServiceHost
 from gym_ckpt_grpc.coordinator.coordinator import Coordinator
 from gym_ckpt_grpc.coordinator.deadlines import positive_seconds
 from gym_ckpt_grpc.coordinator.served.servicer import CoordinatorServicer
@@ -21,7 +20,7 @@ from gymckpt.v1 import coordinator_pb2, coordinator_pb2_grpc
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 
 
-class CoordinatorServer:
+class CoordinatorServer(HostedService):
     """CoordinatorService over an entered coordinator.
 
     address: `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. authenticator: None lets
@@ -40,7 +39,7 @@ class CoordinatorServer:
         session_ttl: float = SESSION_TTL,
     ) -> None:
         self.coordinator = coordinator
-        self._host = ServiceHost(
+        host = ServiceHost(
             SERVICE,
             address,
             identity=None,
@@ -48,30 +47,14 @@ class CoordinatorServer:
             allow_insecure=allow_insecure,
             observer=observer,
         )
+        super().__init__(host)
         self._sessions = Sessions(coordinator, positive_seconds("session_ttl", session_ttl))
 
-    @property
-    def address(self) -> str:
-        """Where it serves."""
-        return self._host.address
-
-    async def start(self) -> Self:
-        """Bind and serve. Raises UsageError naming an address that cannot be had."""
+    def _add_servicer(self, server: grpc.aio.Server) -> None:
         servicer = CoordinatorServicer(self.coordinator, self._sessions)
-        await self._host.start(
-            lambda server: coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
-        )
-        return self
+        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
 
     async def stop(self, grace: float = 1.0) -> None:
         """Abort what is open and unpublished, then stop serving: other calls have `grace` seconds."""
         await self._sessions.close()
-        await self._host.stop(grace)
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
+        await super().stop(grace)
