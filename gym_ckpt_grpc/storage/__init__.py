@@ -26,8 +26,9 @@ from gym_ckpt_grpc.storage.locations import (
     uri_to_path,
 )
 from gym_ckpt_grpc.storage.owner import Owner
-from gym_ckpt_grpc.storage.part import Part, PartManifestInfo, read_part, write_part
+from gym_ckpt_grpc.storage.part import PartManifestInfo, write_part
 from gym_ckpt_grpc.storage.part_manifest import FileEntry, IdentityBlock, PartManifest, read_manifest
+from gym_ckpt_grpc.storage.part_reading import Part, read_part
 from gym_ckpt_grpc.storage.payloads import Codec, Payload, PayloadRefused, decode, encode, raw
 from gym_ckpt_grpc.storage.pins import Pin
 from gym_ckpt_grpc.storage.record_writer import Progress

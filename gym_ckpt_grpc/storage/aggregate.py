@@ -31,9 +31,9 @@ from gym_ckpt_grpc.storage.placing import create_once
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One participant of a checkpoint.
+    """One participant of a checkpoint: what its own manifest says, so that one file tells about all.
 
-    manifest: name of its manifest, from the checkpoint's directory. bytes: of its files. files: with digests.
+    manifest: name of its manifest, from the checkpoint's directory. bytes, files, state_bytes, chain: as there.
     """
 
     participant: IdentityBlock
@@ -43,6 +43,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     restarts: Count
     bytes: Count
     files: tuple[FileEntry, ...]
+    state_bytes: Count = 0
+    chain: Count = 0
 
     @classmethod
     def of(cls, identity: ParticipantIdentity, info: PartManifestInfo) -> Member:
@@ -55,6 +57,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             restarts=info.restart_count,
             bytes=info.bytes,
             files=info.files,
+            state_bytes=info.state_bytes,
+            chain=info.chain,
         )
 
     @classmethod
@@ -69,6 +73,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             restarts=manifest.restarts,
             bytes=manifest.bytes,
             files=manifest.files,
+            state_bytes=manifest.state_bytes,
+            chain=manifest.chain,
         )
 
 
@@ -127,9 +133,11 @@ class AggregateManifest(Document, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     FORMAT: ClassVar[str] = "gymckpt.checkpoint"
+    VERSION: ClassVar[int] = 2
+    READABLE: ClassVar[tuple[int, ...]] = (1, 2)
 
     format: str = "gymckpt.checkpoint"
-    schema_version: int = 1
+    schema_version: int = 2
     checkpoint_id: Annotated[str, msgspec.Meta(min_length=1)]
     run_id: str
     controller_id: str
@@ -302,13 +310,13 @@ def _check_member(files: FileLayer, location: CheckpointLocation, member: Member
     found, _ = read_manifest(
         files, part, place, checkpoint_id=location.checkpoint_id, expected_digest=member.manifest_digest
     )
-    claimed = (member.participant, member.records, member.restarts, member.bytes, member.files)
-    if claimed != (found.participant, found.records, found.restarts, found.bytes, found.files):
+    if member != Member.from_manifest(location, found, member.manifest_digest):
         raise StateCorrupt(f"{part.manifest!r} differs from what {location.aggregate!r} says about it")
     for entry in found.files:
-        source = files.open(part.file(entry.name))
+        path = location.part_file(place, entry.name, checkpoint=entry.checkpoint)
+        source = files.open(path)
         size = source.size
         source.close()
         if size != entry.size:
-            raise StateCorrupt(f"{part.file(entry.name)!r} has {size} bytes, not {entry.size}")
+            raise StateCorrupt(f"{path!r} has {size} bytes, not {entry.size}")
     return found

@@ -23,10 +23,11 @@ _MAX_NESTING = 64
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every JSON file. FORMAT: what its `format` says. VERSION: the one that is written and read."""
+    """Base of every JSON file. FORMAT: what its `format` says. VERSION: what is written. READABLE: what is read."""
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
+    READABLE: ClassVar[tuple[int, ...]] = (1,)
 
     format: str
     schema_version: int
@@ -61,8 +62,9 @@ def from_bytes(data: bytes, kind: type[D], *, path: str) -> D:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != kind.FORMAT:
             raise StateCorrupt(f"{path!r} is {head.format[:80]!r}, not {kind.FORMAT!r}")
-        if head.schema_version != kind.VERSION:
-            raise StateCorrupt(f"{path!r} has schema_version {head.schema_version}; readable here: {kind.VERSION}")
+        if head.schema_version not in kind.READABLE:
+            readable = ", ".join(map(str, kind.READABLE))
+            raise StateCorrupt(f"{path!r} has schema_version {head.schema_version}; readable here: {readable}")
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise StateCorrupt(f"{path!r} is not a valid {kind.FORMAT}: {error}") from error

@@ -35,6 +35,9 @@ class FileSink(Protocol):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of `data`. Raises StateUnwritable."""
 
+    def begin_sync(self) -> None:
+        """Let what was written begin to reach the disk, so that `sync` finds less to do; a hint. Never raises."""
+
     def sync(self) -> None:
         """Make all that was written durable, through the handle that wrote it. Raises StateUnwritable."""
 
@@ -108,6 +111,12 @@ class FileLayer(Protocol):
 
     def resolve(self, path: str) -> str:
         """The path with every link in it followed; what does not exist stays as it is."""
+
+    def modified(self, path: str) -> float:
+        """When a file was last written, in seconds on the clock of the store: only differences mean something.
+
+        Raises StateNotFound, StateCorrupt.
+        """
 
     def free_bytes(self, path: str) -> int | None:
         """Bytes that may still be written below a directory, or None if unknown."""

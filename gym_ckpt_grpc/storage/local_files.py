@@ -178,6 +178,10 @@ class LocalFiles:
         with reading(path):
             return os.path.realpath(path)
 
+    def modified(self, path: str) -> float:
+        with reading(path):
+            return os.lstat(path).st_mtime
+
     def free_bytes(self, path: str) -> int | None:
         with reading(path):
             status = os.statvfs(path)
@@ -228,6 +232,9 @@ class LocalSink:
         with writing("write", self._path):
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
+
+    def begin_sync(self) -> None:
+        pass
 
     def sync(self) -> None:
         with writing("sync", self._path):

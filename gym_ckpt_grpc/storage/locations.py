@@ -77,6 +77,11 @@ class CheckpointLocation:
             raise InvalidArgument(f"{kind}/{service!r}/{instance!r} cannot be stored: {error}") from None
         return PartLocation(self.root, f"{self.directory}/{relative}", relative)
 
+    def part_file(self, place: Place, name: str, *, checkpoint: str = "") -> str:
+        """A file of a participant's part, here or in the same place of another checkpoint of this root."""
+        there = CheckpointLocation(self.root, checkpoint) if checkpoint else self
+        return there.part(place).file(name)
+
 
 def path_to_uri(path: str) -> str:
     """The `file://` URI of an absolute path."""

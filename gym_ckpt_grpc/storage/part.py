@@ -1,21 +1,20 @@
-"""Writing and reading a participant's part of a checkpoint."""
+"""Writing a participant's part of a checkpoint; read back by part_reading.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import orjson
 
-from gym_ckpt_grpc.protocol.errors import CheckpointConflict, StateCorrupt, StateNotFound, StateUnwritable
+from gym_ckpt_grpc.protocol.errors import CheckpointConflict, StateCorrupt, StateUnwritable
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import documents
 from gym_ckpt_grpc.storage.files import FileLayer, FileSink, NameTaken
-from gym_ckpt_grpc.storage.locations import CheckpointLocation, PartLocation, Place, check_part_path
+from gym_ckpt_grpc.storage.locations import CheckpointLocation, PartLocation, check_part_path
 from gym_ckpt_grpc.storage.names import is_temporary
 from gym_ckpt_grpc.storage.part_manifest import (
     DOCUMENT,
@@ -25,13 +24,11 @@ from gym_ckpt_grpc.storage.part_manifest import (
     document_name,
     new_manifest,
     parse_manifest,
-    read_manifest,
 )
 from gym_ckpt_grpc.storage.placing import Temporary, read_existing, sync_up, write_temporary
 from gym_ckpt_grpc.storage.record_format import CHUNK_SIZE, records_name
-from gym_ckpt_grpc.storage.record_reader import RecordFile
-from gym_ckpt_grpc.storage.record_writer import Progress, RecordFileWriter
-from gym_ckpt_grpc.storage.records import EpisodeSelection, Record
+from gym_ckpt_grpc.storage.record_writer import Progress, RecordFileWriter, WrittenFile
+from gym_ckpt_grpc.storage.records import Record
 from gym_ckpt_grpc.storage.stop import StopFlag
 
 
@@ -39,8 +36,9 @@ from gym_ckpt_grpc.storage.stop import StopFlag
 class PartManifestInfo:
     """What a Commit replies about the part it wrote.
 
-    manifest_name: from the checkpoint's directory. bytes: of all its files but the manifest. episodes: those
-    with a record, in order, each once.
+    manifest_name: from the checkpoint's directory. bytes: of all its own files but the manifest. state_bytes: of all
+    payloads, also those that an earlier checkpoint keeps. chain: incremental checkpoints since the last full one.
+    episodes: those with a record, in order, each once.
     """
 
     manifest_name: str
@@ -49,22 +47,9 @@ class PartManifestInfo:
     restart_count: int
     bytes: int
     files: tuple[FileEntry, ...]
+    state_bytes: int
+    chain: int
     episodes: tuple[EpisodeId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part as read back. records: the selected ones, in file order. total_count: how many the part has.
-
-    bytes_read: from all files. documents: what the kind added besides, by name.
-    """
-
-    manifest: PartManifest
-    manifest_digest: str
-    records: tuple[Record, ...]
-    total_count: int
-    bytes_read: int
-    documents: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def write_part(
@@ -77,6 +62,8 @@ def write_part(
     restarts: int = 0,
     extra: Mapping[str, Any] | None = None,
     documents: Mapping[str, Mapping[str, Any]] | None = None,
+    base: CheckpointLocation | None = None,
+    compress: bool = False,
     progress: Progress | None = None,
     stop: StopFlag | None = None,
     chunk_size: int = CHUNK_SIZE,
@@ -108,6 +95,9 @@ class _NullSink:
     """Takes the place of a file when only the digest is wanted."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def begin_sync(self) -> None:
         pass
 
     def sync(self) -> None:
@@ -154,20 +144,22 @@ class _PartWriter:
             if existing is None:
                 self._files.make_dirs(self._part.directory)
                 temporary = stack.enter_context(Temporary(self._files, self._part.directory))
-                entry, count = self._write_records(temporary.sink, records, progress, chunk_size)
+                entry, written = self._write_records(temporary.sink, records, progress, chunk_size)
                 temporary.finish()
                 temporaries.append((temporary, entry))
                 for document, data in beside:
                     made = stack.enter_context(write_temporary(self._files, self._part.directory, data))
                     temporaries.append((made, document))
             else:
-                entry, count = self._write_records(_NullSink(), records, progress, chunk_size)
+                entry, written = self._write_records(_NullSink(), records, progress, chunk_size)
             manifest = new_manifest(
                 self._identity,
                 checkpoint_id=self._checkpoint_id,
-                records=count,
+                records=written.record_count,
                 restarts=restarts,
                 files=(entry, *(document for document, _ in beside)),
+                state_bytes=written.payload_bytes,
+                chain=0,
                 extra=block,
             )
             data = documents.to_bytes(manifest)
@@ -199,7 +191,7 @@ class _PartWriter:
 
     def _write_records(
         self, sink: FileSink, records: Iterable[Record], progress: Progress | None, chunk_size: int
-    ) -> tuple[FileEntry, int]:
+    ) -> tuple[FileEntry, WrittenFile]:
         writer = RecordFileWriter(sink, stop=self._stop, progress=progress, chunk_size=chunk_size)
         try:
             for record in records:
@@ -210,7 +202,7 @@ class _PartWriter:
             writer.abort()
         name = records_name(written.root_digest)
         entry = FileEntry(name=name, role=RECORDS, size=written.size, digest=written.root_digest)
-        return entry, written.record_count
+        return entry, written
 
     def _publish(self, temporaries: list[tuple[Temporary, FileEntry]], data: bytes, stack: ExitStack) -> None:
         """Name the files, then the manifest: the only moment at which anything of this write appears."""
@@ -259,6 +251,8 @@ class _PartWriter:
             restart_count=manifest.restarts,
             bytes=manifest.bytes,
             files=manifest.files,
+            state_bytes=manifest.state_bytes,
+            chain=manifest.chain,
             episodes=tuple(self._episodes),
         )
 
@@ -273,64 +267,3 @@ def _document(label: str, content: Mapping[str, Any]) -> tuple[FileEntry, bytes]
 def _is_content_name(name: str) -> bool:
     stem, _, _ = name.rpartition(".")
     return "-" in stem and documents.is_digest(stem.rpartition("-")[2])
-
-
-def read_part(
-    files: FileLayer,
-    location: CheckpointLocation,
-    place: Place,
-    *,
-    checkpoint_id: str,
-    expected_digest: str | None = None,
-    scope: EpisodeSelection | None = None,
-) -> Part:
-    """Read the records of the episodes in `scope` (None: all), and only what holds them. Blocks.
-
-    place: (kind, service, instance). expected_digest: of the manifest. Opens only what the manifest names;
-    each payload is verified before it is handed out, and decoded only by `Record.decode`. Raises
-    StateNotFound if there is no part, StateCorrupt naming file, participant and episodes for everything that
-    is not as written.
-    """
-    part = location.part(place)
-    check_part_path(part, files)
-    who = "/".join(place)
-    try:
-        manifest, digest = read_manifest(
-            files, part, place, checkpoint_id=checkpoint_id, expected_digest=expected_digest
-        )
-    except (StateCorrupt, StateNotFound) as error:
-        error.participant = who
-        raise
-    try:
-        records, total, count = _read_records(files, part, manifest, scope)
-        blocks = {entry.label: _read_document(files, part, entry) for entry in manifest.files if entry.role == DOCUMENT}
-    except StateNotFound as error:
-        raise StateCorrupt(f"{error.message}, which {part.manifest!r} names", participant=who) from error
-    except StateCorrupt as error:
-        error.participant = who
-        raise
-    count += sum(entry.size for entry in manifest.files if entry.role == DOCUMENT)
-    return Part(manifest, digest, tuple(records), total, count, blocks)
-
-
-def _read_records(
-    files: FileLayer, part: PartLocation, manifest: PartManifest, scope: EpisodeSelection | None
-) -> tuple[list[Record], int, int]:
-    entry = manifest.records_file
-    path = part.file(entry.name)
-    with RecordFile(files, path, root_digest=entry.digest, size=entry.size) as file:
-        if len(file) != manifest.records:
-            raise StateCorrupt(f"{path!r} has {len(file)} records, {part.manifest!r} says {manifest.records}")
-        return file.read(scope), len(file), file.bytes_read
-
-
-def _read_document(files: FileLayer, part: PartLocation, entry: FileEntry) -> dict[str, Any]:
-    path = part.file(entry.name)
-    data = documents.read_bytes(files, path)
-    if documents.sha256(data) != entry.digest:
-        raise StateCorrupt(f"{path!r} has another sha256 than {part.manifest!r} says")
-    try:
-        block: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise StateCorrupt(f"{path!r} is not a JSON object: {error}") from error
-    return block

@@ -8,6 +8,7 @@ import msgspec
 
 from gym_ckpt_grpc.protocol.errors import StateCorrupt
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
+from gym_ckpt_grpc.protocol.ids import checkpoint_id_problem
 from gym_ckpt_grpc.storage import documents
 from gym_ckpt_grpc.storage.files import FileLayer
 from gym_ckpt_grpc.storage.locations import PartLocation, Place
@@ -50,7 +51,8 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A file that a part needs.
 
     name: in the part's directory. role: `records` or `document`. label: a document's own name, else empty.
-    size in bytes. digest: a records file's root digest, a document's sha256; the file is named by it.
+    size in bytes. digest: a records file's root digest, a document's sha256; the file is named by it. checkpoint: the
+    earlier checkpoint in whose part of the same place a records file is, or empty: in this one.
     """
 
     name: str
@@ -58,6 +60,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     label: str = ""
     size: Count
     digest: str
+    checkpoint: str = ""
 
     def expected_name(self) -> str | None:
         """The only name that a file of this role, label and digest may have; None if it can have none."""
@@ -78,11 +81,17 @@ def document_name(label: str, digest: str) -> str:
 class PartManifest(documents.Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One participant's part of a checkpoint.
 
-    records, restarts: counts. bytes: sum of the sizes of its files. files: all it needs, the records file
-    first. extra: the kind's own facts, an open JSON object.
+    records, restarts: counts. bytes: sum of the sizes of its own files. files: all it needs, its own records file
+    first, then those of earlier checkpoints that it points into. state_bytes: of all payloads, wherever they are, as
+    they were encoded. chain: how many incremental checkpoints it is away from a full one; 0 for a full one. extra: the
+    kind's own facts, an open JSON object.
+
+    Version 1 has neither `checkpoint`, `state_bytes` nor `chain`: it is always full.
     """
 
     FORMAT: ClassVar[str] = "gymckpt.part"
+    VERSION: ClassVar[int] = 2
+    READABLE: ClassVar[tuple[int, ...]] = (1, 2)
 
     checkpoint_id: Annotated[str, msgspec.Meta(min_length=1)]
     participant: IdentityBlock
@@ -90,12 +99,24 @@ class PartManifest(documents.Document, frozen=True, kw_only=True, forbid_unknown
     restarts: Count
     bytes: Count
     files: tuple[FileEntry, ...]
+    state_bytes: Count = 0
+    chain: Count = 0
     extra: dict[str, Any]
 
     @property
+    def own_files(self) -> tuple[FileEntry, ...]:
+        """The files in its own directory."""
+        return tuple(entry for entry in self.files if not entry.checkpoint)
+
+    @property
+    def base_files(self) -> tuple[FileEntry, ...]:
+        """The records files of earlier checkpoints that it needs."""
+        return tuple(entry for entry in self.files if entry.checkpoint)
+
+    @property
     def records_file(self) -> FileEntry:
-        """The one records file."""
-        return next(entry for entry in self.files if entry.role == RECORDS)
+        """Its own records file."""
+        return next(entry for entry in self.files if entry.role == RECORDS and not entry.checkpoint)
 
 
 def new_manifest(
@@ -105,6 +126,8 @@ def new_manifest(
     records: int,
     restarts: int,
     files: tuple[FileEntry, ...],
+    state_bytes: int,
+    chain: int,
     extra: dict[str, Any],
 ) -> PartManifest:
     """The manifest of a part of these files."""
@@ -115,8 +138,10 @@ def new_manifest(
         participant=IdentityBlock.of(identity),
         records=records,
         restarts=restarts,
-        bytes=sum(entry.size for entry in files),
+        bytes=sum(entry.size for entry in files if not entry.checkpoint),
         files=files,
+        state_bytes=state_bytes,
+        chain=chain,
         extra=extra,
     )
 
@@ -124,8 +149,8 @@ def new_manifest(
 def parse_manifest(data: bytes, *, path: str) -> PartManifest:
     """Decode and check a manifest. Raises StateCorrupt naming `path`; opens none of the files it names."""
     manifest = documents.from_bytes(data, PartManifest, path=path)
-    if sum(entry.role == RECORDS for entry in manifest.files) != 1:
-        raise StateCorrupt(f"{path!r} does not name exactly one records file")
+    if sum(entry.role == RECORDS for entry in manifest.own_files) != 1:
+        raise StateCorrupt(f"{path!r} does not name exactly one records file of its own")
     for entry in manifest.files:
         try:
             expected = entry.expected_name()
@@ -133,11 +158,18 @@ def parse_manifest(data: bytes, *, path: str) -> PartManifest:
             expected = None
         if entry.name != expected:
             raise StateCorrupt(f"{path!r} names a file {entry.name[:300]!r} that is misnamed or outside its directory")
-    if len({entry.name for entry in manifest.files}) != len(manifest.files):
+        if entry.checkpoint and not _is_base(entry, manifest):
+            raise StateCorrupt(f"{path!r} names a file {entry.name[:300]!r} of no possible earlier checkpoint")
+    if len({(entry.checkpoint, entry.name) for entry in manifest.files}) != len(manifest.files):
         raise StateCorrupt(f"{path!r} names a file twice")
-    if sum(entry.size for entry in manifest.files) != manifest.bytes:
+    if sum(entry.size for entry in manifest.own_files) != manifest.bytes:
         raise StateCorrupt(f"{path!r} says {manifest.bytes} bytes, its files have another sum")
     return manifest
+
+
+def _is_base(entry: FileEntry, manifest: PartManifest) -> bool:
+    problem = checkpoint_id_problem(entry.checkpoint)
+    return not problem and entry.role == RECORDS and entry.checkpoint != manifest.checkpoint_id and manifest.chain > 0
 
 
 def read_manifest(

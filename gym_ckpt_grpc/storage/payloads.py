@@ -9,6 +9,7 @@ nested at most `MAX_DEPTH` deep. Refused: everything else, tuples above all, whi
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 import math
 import re
@@ -60,6 +61,14 @@ class Payload:
     data: bytes
     content_type: str = ""
     origin: str = field(default="", compare=False, repr=False)
+    _digest: bytes | None = field(default=None, init=False, compare=False, repr=False)
+
+    def digest(self) -> bytes:
+        """sha256 of the bytes, computed once: what was encoded ahead can be digested ahead too, in any thread."""
+        if self._digest is None:
+            object.__setattr__(self, "_digest", hashlib.sha256(self.data).digest())
+        assert self._digest is not None
+        return self._digest
 
 
 class PayloadRefused(ValueError):

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 MAGIC = b"\x89GCK\r\n\x1a\n"
 END_MAGIC = b"GCKEND\r\n"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of what is written. Version 1 has neither compression nor references into other files."""
+READABLE = (1, 2)
 CHUNK_SIZE = 4 << 20
 """Bytes after which a chunk is closed; a larger payload has a chunk of its own."""
+
+MAX_EXPANSION = 1 << 16
+"""How many bytes one stored byte may stand for; zstd reaches half of it. A file that claims more is refused."""
 
 _HEADER = struct.Struct("<8sII")
 _FOOTER = struct.Struct("<QQ32s8s")
@@ -32,13 +37,18 @@ def header() -> bytes:
     return _HEADER.pack(MAGIC, FORMAT_VERSION, 0)
 
 
+def readable() -> str:
+    """The readable format versions, for people."""
+    return ", ".join(map(str, READABLE))
+
+
 def header_problem(data: bytes) -> str | None:
     """What is wrong with a header, or None."""
     magic, version, zero = _HEADER.unpack(data)
     if magic != MAGIC:
         return "does not begin like a records file"
-    if version != FORMAT_VERSION:
-        return f"has format version {version}; readable here: {FORMAT_VERSION}"
+    if version not in READABLE:
+        return f"has format version {version}; readable here: {readable()}"
     return "has a damaged header" if zero else None
 
 

@@ -30,11 +30,12 @@ _AHEAD = 2  # chunks that may wait for the helper; bounds memory to about three 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A finished records file. root_digest in hex; size: the whole file, in bytes."""
+    """A finished records file. root_digest in hex; size: the whole file; payload_bytes: of all payloads, in bytes."""
 
     root_digest: str
     size: int
     record_count: int
+    payload_bytes: int
 
 
 class RecordFileWriter:
@@ -149,7 +150,7 @@ class RecordFileWriter:
         self._sink.write(data)
         self._sink.write(pack_footer(Footer(self._offset, len(data), digest.digest())))
         size = self._offset + len(data) + len(pack_footer(Footer(0, 0, digest.digest())))
-        return WrittenFile(digest.hexdigest(), size, len(self._index.records.attempts))
+        return WrittenFile(digest.hexdigest(), size, len(self._index.records.attempts), self._payload_bytes)
 
     def _fill_index(self) -> None:
         self._index.names.extend(str(name) for name in self._tables["names"])

@@ -284,6 +284,11 @@ class RecordingFiles:
     def resolve(self, path: str) -> str:
         return path
 
+    def modified(self, path: str) -> float:
+        with reading(path):
+            self._node(path)
+        return 0.0
+
     def free_bytes(self, path: str) -> int | None:
         return None
 
@@ -301,6 +306,9 @@ class RecordingSink:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._files._do("write", Step("write", self._path, inode=self._inode, data=bytes(data)))
+
+    def begin_sync(self) -> None:
+        pass
 
     def sync(self) -> None:
         self._files._do("sync", Step("fsync", self._path, inode=self._inode))

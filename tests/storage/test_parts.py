@@ -371,8 +371,8 @@ def test_a_missing_manifest_is_not_found_and_another_version_names_those_readabl
         _read(files, root)
     assert missing.value.participant == "agent/office/0"
     write(files, root, "ck")
-    _spoil(files, root, lambda m: m.update(schema_version=2, later=True))
-    with pytest.raises(StateCorrupt, match="schema_version 2; readable here: 1"):
+    _spoil(files, root, lambda m: m.update(schema_version=3, later=True))
+    with pytest.raises(StateCorrupt, match="schema_version 3; readable here: 1, 2"):
         _read(files, root)
 
 

@@ -177,7 +177,7 @@ def _set(column: str, at: int, value: object) -> Callable[[storage_pb2.RecordsIn
 
 def _changes() -> Iterator[tuple[str, Callable[[storage_pb2.RecordsIndex], object]]]:
     big = 2**63
-    yield "version", lambda index: setattr(index, "format_version", 2)
+    yield "version", lambda index: setattr(index, "format_version", 3)
     yield "no version", lambda index: index.ClearField("format_version")
     yield "chunk beyond", lambda index: setattr(index.chunks[0], "offset", big)
     yield "chunk length", lambda index: setattr(index.chunks[0], "stored_length", big)
@@ -317,6 +317,7 @@ def test_the_writer_runs_ahead_of_the_file_by_a_few_chunks_and_ends_with_its_thr
                 leads.append(handed_over - len(leads))
             self.sink.write(data)
 
+        def begin_sync(self) -> None: ...
         def sync(self) -> None: ...
         def close(self) -> None: ...
 

@@ -24,25 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gymckpt/v1/storage.proto\x12\ngymckpt.v1\"-\n\x0cRecordSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\"\x85\x01\n\nChunkEntry\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x15\n\rstored_length\x18\x02 \x01(\x04\x12\x12\n\nraw_length\x18\x03 \x01(\x04\x12,\n\x0b\x63ompression\x18\x04 \x01(\x0e\x32\x17.gymckpt.v1.Compression\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\"\x9c\x01\n\x0ePayloadColumns\x12\r\n\x05names\x18\x01 \x03(\r\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\x0f\n\x07lengths\x18\x04 \x03(\x04\x12!\n\x06\x63odecs\x18\x05 \x03(\x0e\x32\x11.gymckpt.v1.Codec\x12\x15\n\rcontent_types\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x01(\x0c\"\x92\x01\n\rRecordColumns\x12\x13\n\x0brollout_ids\x18\x01 \x03(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x0f\n\x07schemas\x18\x03 \x03(\r\x12\x0e\n\x06owners\x18\x04 \x03(\r\x12\x11\n\trevisions\x18\x05 \x03(\x04\x12\x0e\n\x06\x66ields\x18\x06 \x03(\x0c\x12\x16\n\x0epayload_counts\x18\x07 \x03(\r\"\xff\x01\n\x0cRecordsIndex\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12)\n\x07schemas\x18\x02 \x03(\x0b\x32\x18.gymckpt.v1.RecordSchema\x12\r\n\x05names\x18\x03 \x03(\t\x12\x15\n\rcontent_types\x18\x04 \x03(\t\x12&\n\x06\x63hunks\x18\x05 \x03(\x0b\x32\x16.gymckpt.v1.ChunkEntry\x12*\n\x07records\x18\x06 \x01(\x0b\x32\x19.gymckpt.v1.RecordColumns\x12,\n\x08payloads\x18\x07 \x01(\x0b\x32\x1a.gymckpt.v1.PayloadColumnsJ\x04\x08\n\x10\x14*P\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_MSGPACK\x10\x01\x12\x0e\n\nCODEC_JSON\x10\x02\x12\r\n\tCODEC_RAW\x10\x03*V\n\x0b\x43ompression\x12\x1b\n\x17\x43OMPRESSION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPRESSION_NONE\x10\x01\x12\x14\n\x10\x43OMPRESSION_ZSTD\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gymckpt/v1/storage.proto\x12\ngymckpt.v1\"-\n\x0cRecordSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\"\x85\x01\n\nChunkEntry\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x15\n\rstored_length\x18\x02 \x01(\x04\x12\x12\n\nraw_length\x18\x03 \x01(\x04\x12,\n\x0b\x63ompression\x18\x04 \x01(\x0e\x32\x17.gymckpt.v1.Compression\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\"D\n\x08\x42\x61seFile\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x13\n\x0broot_digest\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\"@\n\tBaseChunk\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.gymckpt.v1.ChunkEntry\"\x9c\x01\n\x0ePayloadColumns\x12\r\n\x05names\x18\x01 \x03(\r\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\x0f\n\x07lengths\x18\x04 \x03(\x04\x12!\n\x06\x63odecs\x18\x05 \x03(\x0e\x32\x11.gymckpt.v1.Codec\x12\x15\n\rcontent_types\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x01(\x0c\"\x92\x01\n\rRecordColumns\x12\x13\n\x0brollout_ids\x18\x01 \x03(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x0f\n\x07schemas\x18\x03 \x03(\r\x12\x0e\n\x06owners\x18\x04 \x03(\r\x12\x11\n\trevisions\x18\x05 \x03(\x04\x12\x0e\n\x06\x66ields\x18\x06 \x03(\x0c\x12\x16\n\x0epayload_counts\x18\x07 \x03(\r\"\xcf\x02\n\x0cRecordsIndex\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12)\n\x07schemas\x18\x02 \x03(\x0b\x32\x18.gymckpt.v1.RecordSchema\x12\r\n\x05names\x18\x03 \x03(\t\x12\x15\n\rcontent_types\x18\x04 \x03(\t\x12&\n\x06\x63hunks\x18\x05 \x03(\x0b\x32\x16.gymckpt.v1.ChunkEntry\x12*\n\x07records\x18\x06 \x01(\x0b\x32\x19.gymckpt.v1.RecordColumns\x12,\n\x08payloads\x18\x07 \x01(\x0b\x32\x1a.gymckpt.v1.PayloadColumns\x12(\n\nbase_files\x18\n \x03(\x0b\x32\x14.gymckpt.v1.BaseFile\x12*\n\x0b\x62\x61se_chunks\x18\x0b \x03(\x0b\x32\x15.gymckpt.v1.BaseChunk*P\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_MSGPACK\x10\x01\x12\x0e\n\nCODEC_JSON\x10\x02\x12\r\n\tCODEC_RAW\x10\x03*V\n\x0b\x43ompression\x12\x1b\n\x17\x43OMPRESSION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPRESSION_NONE\x10\x01\x12\x14\n\x10\x43OMPRESSION_ZSTD\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gymckpt.v1.storage_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CODEC']._serialized_start=789
-  _globals['_CODEC']._serialized_end=869
-  _globals['_COMPRESSION']._serialized_start=871
-  _globals['_COMPRESSION']._serialized_end=957
+  _globals['_CODEC']._serialized_start=1005
+  _globals['_CODEC']._serialized_end=1085
+  _globals['_COMPRESSION']._serialized_start=1087
+  _globals['_COMPRESSION']._serialized_end=1173
   _globals['_RECORDSCHEMA']._serialized_start=40
   _globals['_RECORDSCHEMA']._serialized_end=85
   _globals['_CHUNKENTRY']._serialized_start=88
   _globals['_CHUNKENTRY']._serialized_end=221
-  _globals['_PAYLOADCOLUMNS']._serialized_start=224
-  _globals['_PAYLOADCOLUMNS']._serialized_end=380
-  _globals['_RECORDCOLUMNS']._serialized_start=383
-  _globals['_RECORDCOLUMNS']._serialized_end=529
-  _globals['_RECORDSINDEX']._serialized_start=532
-  _globals['_RECORDSINDEX']._serialized_end=787
+  _globals['_BASEFILE']._serialized_start=223
+  _globals['_BASEFILE']._serialized_end=291
+  _globals['_BASECHUNK']._serialized_start=293
+  _globals['_BASECHUNK']._serialized_end=357
+  _globals['_PAYLOADCOLUMNS']._serialized_start=360
+  _globals['_PAYLOADCOLUMNS']._serialized_end=516
+  _globals['_RECORDCOLUMNS']._serialized_start=519
+  _globals['_RECORDCOLUMNS']._serialized_end=665
+  _globals['_RECORDSINDEX']._serialized_start=668
+  _globals['_RECORDSINDEX']._serialized_end=1003
 # @@protoc_insertion_point(module_scope)

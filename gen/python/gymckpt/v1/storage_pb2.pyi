@@ -11,6 +11,12 @@ The binary form of a records file (`records-<hex>.gck`), one per participant par
 Chunks follow each other without gaps from the header to the index, so every byte of a file is under a digest.
 The root digest of a file is the sha256 of its index; the file is named by it and never changes once named.
 
+An incremental checkpoint does not write a payload again that an earlier one has: its index points into the records
+file of that checkpoint, which has the bytes itself (never at a file that points on), of the same participant in the
+same root. No two payloads of an index share bytes, so a small file cannot stand for endless data.
+
+Format version 1 has neither compression nor references. Version 2 has both; readers of 2 read 1.
+
 The other files of a root are strict JSON (RFC 8259, no NaN) whose first fields are `format` and
 `schema_version`; readers refuse unknown fields. They are described where they are read and written:
 
@@ -82,7 +88,7 @@ class _CompressionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Compressi
     COMPRESSION_NONE: _Compression.ValueType  # 1
     """Stored as they are."""
     COMPRESSION_ZSTD: _Compression.ValueType  # 2
-    """One zstd frame per chunk. Reserved: readers of format version 1 refuse it."""
+    """One zstd frame per chunk, whose header tells its uncompressed size. From format version 2 on."""
 
 class Compression(_Compression, metaclass=_CompressionEnumTypeWrapper):
     """How the stored bytes of a chunk are compressed."""
@@ -92,7 +98,7 @@ COMPRESSION_UNSPECIFIED: Compression.ValueType  # 0
 COMPRESSION_NONE: Compression.ValueType  # 1
 """Stored as they are."""
 COMPRESSION_ZSTD: Compression.ValueType  # 2
-"""One zstd frame per chunk. Reserved: readers of format version 1 refuse it."""
+"""One zstd frame per chunk, whose header tells its uncompressed size. From format version 2 on."""
 Global___Compression: _TypeAlias = Compression  # noqa: Y015
 
 @_typing.final
@@ -160,6 +166,66 @@ class ChunkEntry(_message.Message):
 Global___ChunkEntry: _TypeAlias = ChunkEntry  # noqa: Y015
 
 @_typing.final
+class BaseFile(_message.Message):
+    """The records file of an earlier checkpoint, of the same participant, that has bytes which this file does not repeat:
+    checkpoints/<checkpoint_id>/participants/<kind>/<service>/<instance>/records-<root_digest>.gck.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    ROOT_DIGEST_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    checkpoint_id: _builtins.str
+    """Required. Id of the checkpoint whose directory has the file; never that of the pointing one."""
+    root_digest: _builtins.bytes
+    """Required. Root digest of the file, 32 bytes: it gives its name."""
+    size: _builtins.int
+    """Required. Size of the whole file, in bytes."""
+    def __init__(
+        self,
+        *,
+        checkpoint_id: _builtins.str = ...,
+        root_digest: _builtins.bytes = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "root_digest", b"root_digest", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BaseFile: _TypeAlias = BaseFile  # noqa: Y015
+
+@_typing.final
+class BaseChunk(_message.Message):
+    """A chunk of a base file, as that file's own index describes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    file: _builtins.int
+    """Required. Position of the file in RecordsIndex.base_files."""
+    @_builtins.property
+    def chunk(self) -> Global___ChunkEntry:
+        """Required. Where it is in that file."""
+
+    def __init__(
+        self,
+        *,
+        file: _builtins.int = ...,
+        chunk: Global___ChunkEntry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "file", b"file"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BaseChunk: _TypeAlias = BaseChunk  # noqa: Y015
+
+@_typing.final
 class PayloadColumns(_message.Message):
     """The payloads of a file, as columns of one length, in the order of their records."""
 
@@ -180,7 +246,7 @@ class PayloadColumns(_message.Message):
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Required. Position of the chunk in RecordsIndex.chunks."""
+        """Required. Position of the chunk in RecordsIndex.chunks; from their number on, in RecordsIndex.base_chunks."""
 
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -279,7 +345,7 @@ Global___RecordColumns: _TypeAlias = RecordColumns  # noqa: Y015
 
 @_typing.final
 class RecordsIndex(_message.Message):
-    """The index of a records file. Fields 10 to 19 are kept for references into the files of a base checkpoint."""
+    """The index of a records file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -290,8 +356,10 @@ class RecordsIndex(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
+    BASE_FILES_FIELD_NUMBER: _builtins.int
+    BASE_CHUNKS_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
-    """Required. Format version, 1. A reader refuses one it does not know."""
+    """Required. Format version, 1 or 2. A reader refuses one it does not know."""
     @_builtins.property
     def schemas(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordSchema]:
         """Optional. Schemas in use, each once."""
@@ -316,6 +384,14 @@ class RecordsIndex(_message.Message):
     def payloads(self) -> Global___PayloadColumns:
         """Required. The payloads of all records."""
 
+    @_builtins.property
+    def base_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___BaseFile]:
+        """Optional, from version 2 on. The files that are pointed into, each once."""
+
+    @_builtins.property
+    def base_chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BaseChunk]:
+        """Optional, from version 2 on. The chunks of them that are used, each once."""
+
     def __init__(
         self,
         *,
@@ -326,10 +402,12 @@ class RecordsIndex(_message.Message):
         chunks: _abc.Iterable[Global___ChunkEntry] | None = ...,
         records: Global___RecordColumns | None = ...,
         payloads: Global___PayloadColumns | None = ...,
+        base_files: _abc.Iterable[Global___BaseFile] | None = ...,
+        base_chunks: _abc.Iterable[Global___BaseChunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["payloads", b"payloads", "records", b"records"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "content_types", b"content_types", "format_version", b"format_version", "names", b"names", "payloads", b"payloads", "records", b"records", "schemas", b"schemas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_chunks", b"base_chunks", "base_files", b"base_files", "chunks", b"chunks", "content_types", b"content_types", "format_version", b"format_version", "names", b"names", "payloads", b"payloads", "records", b"records", "schemas", b"schemas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

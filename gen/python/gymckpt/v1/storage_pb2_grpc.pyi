@@ -11,6 +11,12 @@ The binary form of a records file (`records-<hex>.gck`), one per participant par
 Chunks follow each other without gaps from the header to the index, so every byte of a file is under a digest.
 The root digest of a file is the sha256 of its index; the file is named by it and never changes once named.
 
+An incremental checkpoint does not write a payload again that an earlier one has: its index points into the records
+file of that checkpoint, which has the bytes itself (never at a file that points on), of the same participant in the
+same root. No two payloads of an index share bytes, so a small file cannot stand for endless data.
+
+Format version 1 has neither compression nor references. Version 2 has both; readers of 2 read 1.
+
 The other files of a root are strict JSON (RFC 8259, no NaN) whose first fields are `format` and
 `schema_version`; readers refuse unknown fields. They are described where they are read and written:
 
