@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 GEN_PYTHON := .venv-gen/bin/python
 
-CHECKED := gym_ckpt_grpc tests tools $(wildcard benchmarks)
+CHECKED := gym_ckpt_grpc tests tools benchmarks
 # What runs under the other Pythons too: all that starts no server processes and waits for no real lease, without
 # the long random runs.
 UNIT := tests --ignore=tests/coordinator --ignore=tests/e2e --ignore=tests/interop --ignore=tests/cli --ignore=tests/random --ignore=tests/fuzz \
@@ -22,7 +22,7 @@ UNIT := tests --ignore=tests/coordinator --ignore=tests/e2e --ignore=tests/inter
 RELEASED := protos/released.binpb
 
 .PHONY: help setup demo test test-python test-hf check mutants style types rooms sizes behaviour gen gen-check lint breaking \
-	bench soak lock clean
+	bench soak fuzz-reader lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  %-12s %s\n", $$1, $$2 }'
@@ -113,9 +113,25 @@ TORCH ?= torch
 test-hf: .venv-hf/.ready ## A cut generation of a small real transformer equals the uncut one (some gigabytes; never in CI)
 	.venv-hf/bin/python -m pytest tests/hf $(ARGS)
 
+# atheris has wheels for a few platforms only, so that no lock names it.
+.venv-atheris/.made:
+	$(call new-venv,.venv-atheris,$(PYTHON))
+.venv-atheris/.installed: .venv-atheris/.made requirements/run.txt
+	$(call install,.venv-atheris,requirements/run.txt)
+.venv-atheris/.ready: .venv-atheris/.installed
+	.venv-atheris/bin/python -m pip install --quiet atheris
+	@touch $@
+
+MINUTES ?= 30
+fuzz-reader: .venv-atheris/.ready ## atheris on the reader of stored files, MINUTES=30; finds: .venv-atheris/found-*
+	@mkdir -p .venv-atheris/corpus
+	PYTHONPATH=.:gen/python .venv-atheris/bin/python -m tests.fuzz.atheris_reader \
+		-max_total_time=$$(($(MINUTES) * 60)) -print_final_stats=1 -verbosity=0 .venv-atheris/corpus
+
 ROUNDS ?= 20
 soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked soak, each scenario 20 times, every seeded fault
 	$(BIN)/python -m pytest -m soak $(ARGS)
+	@$(MAKE) --no-print-directory fuzz-reader
 	@for round in $$(seq $(ROUNDS)); do \
 		echo "scenarios, round $$round of $(ROUNDS)"; \
 		GYM_CKPT_TEST_SCALE=$$((24 + 8 * round)) $(BIN)/python -m pytest -q -x -k scenarios tests/e2e; \
@@ -124,9 +140,8 @@ soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked
 mutants: setup ## Put each seeded fault of tests/mutants.toml into a copy; its tests must find it (ARGS="words")
 	$(BIN)/python tools/mutants.py $(ARGS)
 
-bench: setup ## Run the benchmarks
-	@if [ -n "$(wildcard benchmarks/*.py)" ]; then $(BIN)/python -m benchmarks $(ARGS); \
-	else echo "there are no benchmarks yet: they come with the storage milestone"; fi
+bench: setup ## Measure commits, restores and the pause (ARGS="--gate --json FILE"; half an hour, 30 GB of disk)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # ---- check ---------------------------------------------------------------------------------------------------
 
@@ -182,5 +197,5 @@ lock: ## Renew the pinned requirements (needs uv; UPGRADE=--upgrade for newer ve
 		--output-file requirements/oldest.txt
 
 clean: ## Remove environments, caches and built files
-	rm -rf .venv .venv-* dist runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
-	find gym_ckpt_grpc gen tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-* .bench-* dist runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find gym_ckpt_grpc gen tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = REPOSITORY / "tests" / "mutants.toml"
-COPIED = ("gym_ckpt_grpc", "gen", "tests", "tools", "docs", "protos", "pyproject.toml")
+COPIED = ("gym_ckpt_grpc", "gen", "benchmarks", "tests", "tools", "docs", "protos", "pyproject.toml")
 LIMIT = 300.0
 """Seconds for the tests of one fault; one that hangs them is found too."""
 

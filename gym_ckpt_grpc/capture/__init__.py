@@ -24,6 +24,7 @@ from gym_ckpt_grpc.capture.ledger import CaptureLedger as CaptureLedger
 from gym_ckpt_grpc.capture.ledger_ids import all_episodes as all_episodes
 from gym_ckpt_grpc.capture.ledger_ids import all_rollouts as all_rollouts
 from gym_ckpt_grpc.capture.manifest import Manifest as Manifest
+from gym_ckpt_grpc.capture.rows import row_staging_key as row_staging_key
 from gym_ckpt_grpc.capture.staging import Fetched as Fetched
 from gym_ckpt_grpc.capture.staging import StagedCall as StagedCall
 from gym_ckpt_grpc.capture.staging import cut_evidence as cut_evidence

@@ -53,6 +53,7 @@ from gym_ckpt_grpc.capture.rows import (
     line_of,
     problem_of,
     read_rows,
+    row_staging_key,
     to_fields,
 )
 from gym_ckpt_grpc.capture.token_records import staging_key
@@ -270,7 +271,7 @@ class CaptureLedger:
 
     def staging_keys(self, row: Row) -> tuple[str, str] | None:
         """(capture key of its stamp or "", staging key) of a row with tokens; None for a failure."""
-        return (row.get("capture_key", ""), row["staging_key"]) if "staging_key" in row else None
+        return row_staging_key(row)
 
     def stamped(self, row: Row, episode: EpisodeId) -> Row:
         """The row with the capture key of `episode` as who staged it; a stamp is kept, failures have none."""

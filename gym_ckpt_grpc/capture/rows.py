@@ -111,6 +111,11 @@ def to_fields(row: AnyRow) -> dict[str, Any]:
     return fields
 
 
+def row_staging_key(row: Row) -> tuple[str, str] | None:
+    """(capture key of its stamp or "", staging key) of a row with tokens; None for a failure."""
+    return (row.get("capture_key", ""), row["staging_key"]) if "staging_key" in row else None
+
+
 def check(row: AnyRow) -> None:
     """Raise ValueError if the fields of a row contradict each other."""
     if not isinstance(row, _TokenRow):

@@ -33,12 +33,16 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Root = Annotated[str, typer.Option("--root", help="The checkpoint root: a directory or a file:// URI.")]
-Checkpoint = Annotated[str, typer.Argument(help="A checkpoint id, or 'latest'.")]
 TokenFileOption = Annotated[
     Path | None,
     typer.Option("--token-file", help=f"File with the bearer token; else {TOKEN_FILE_VARIABLE} or {TOKEN_VARIABLE}."),
 ]
 FleetOption = Annotated[Path | None, typer.Option("--fleet", help=f"The fleet's YAML file; else {FLEET_VARIABLE}.")]
+KeepLast = Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep so many of the newest; default 2.")]
+KeepEvery = Annotated[int | None, typer.Option("--keep-every", min=0, help="Keep each n-th of all publications.")]
+KeepWithin = Annotated[
+    str | None, typer.Option("--keep-within", help="Keep what was made so long before the newest: 90s, 15m, 6h, 2d.")
+]
 
 _USAGE = (UsageError, FleetInvalid, InvalidArgument, StateNotFound)
 _UNREACHABLE = (DiscoveryFailed, Unauthenticated, PermissionDenied)
@@ -133,22 +137,6 @@ def status(
 
 
 @app.command()
-def show(root: Root, checkpoint: Checkpoint = "latest", as_json: Json = False) -> None:
-    """Show what a checkpoint holds."""
-    from gym_ckpt_grpc.cli.show import show as run
-
-    ended(lambda: run(root, checkpoint, as_json=as_json))
-
-
-@app.command()
-def verify(root: Root, checkpoint: Checkpoint = "latest", as_json: Json = False) -> None:
-    """Read every byte of a checkpoint; exit 1 if anything is damaged or missing."""
-    from gym_ckpt_grpc.cli.show import verify as run
-
-    ended(lambda: run(root, checkpoint, as_json=as_json))
-
-
-@app.command()
 def conform(
     address: Annotated[str, typer.Argument(help="Where the participant is served: host:port or unix:path.")],
     token_file: TokenFileOption = None,
@@ -191,10 +179,21 @@ def serve_coordinator(
     controller: Annotated[str, typer.Option(help="Who this is: the controller's id.")] = "coordinator",
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for a fleet that is not complete yet.")] = 60.0,
     session_ttl: Annotated[float, typer.Option(min=1.0, help="Seconds that a client may be silent.")] = 30.0,
+    incremental: Annotated[
+        bool, typer.Option("--incremental", help="Do not write again what the newest checkpoint has unchanged.")
+    ] = False,
+    max_chain: Annotated[int, typer.Option(min=1, help="Checkpoints after which one is written in full again.")] = 8,
+    keep_last: KeepLast = None,
+    keep_every: KeepEvery = None,
+    keep_within: KeepWithin = None,
     allow_insecure: Annotated[bool, typer.Option(help="Tokens and data in plain text beyond this host.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Serve CoordinatorService over a fleet until Ctrl-C, for trainers in any language."""
+    """Serve CoordinatorService over a fleet until Ctrl-C, for trainers in any language.
+
+    With a --keep option, what none of them keeps is removed after each publication.
+    """
+    from gym_ckpt_grpc.cli.gc import policy_of
     from gym_ckpt_grpc.cli.serve import serve_coordinator as run
 
     async def command() -> Exit:
@@ -207,6 +206,9 @@ def serve_coordinator(
             controller=controller,
             wait=wait,
             session_ttl=session_ttl,
+            incremental=incremental,
+            max_chain=max_chain,
+            retention=policy_of(keep_last, keep_every, keep_within),
             allow_insecure=allow_insecure,
             as_json=as_json,
         )

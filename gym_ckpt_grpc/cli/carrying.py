@@ -164,10 +164,12 @@ def _is_gone(error: BaseException | None) -> bool:
 
 
 def say_kept(file: SessionFile, state: SessionState) -> None:
-    """Say how long the fleet stays closed, and how to open it."""
+    """Say how long the fleet stays closed, or its records are kept, and how to end that."""
+    closed = f"the fleet stays closed for at most {state.lease_left:.0f} s"
+    kept = f"the fleet is open, and its records are kept for at most {state.lease_ttl:.0f} s"
     say(
-        f"session {file} is kept at step {state.step.value}: the fleet stays closed for at most "
-        f"{state.lease_left:.0f} s. Try again, or: gym-ckpt resume --session {file}"
+        f"session {file} is kept at step {state.step.value}: {kept if state.step is Step.RELEASED else closed}. "
+        f"Try again, or: gym-ckpt resume --session {file}"
     )
 
 

@@ -103,7 +103,9 @@ def _print(report: DemoReport, *, cuts: bool) -> None:
             report.tokens_redone,
             "made after the cut" if cuts else "made after the cut, or undelivered at it",
         ),
-        ("pause, ms", report.pause_ms, "first server closed to last one open"),
+        ("pause, ms", report.pause_ms, "first server closed to last one open (released)"),
+        ("of it for the safe cut, ms", report.cut_ms, "until every server was at its cut (prepared)"),
+        ("durable after, ms", report.durable_ms, "written while the servers worked on"),
         ("checkpoint", size(report.bytes), ""),
     ]
     people.print(table("", ["", "", ""], rows))

@@ -153,13 +153,24 @@ def _open(file: SessionFile, left: SessionState) -> dict[str, Any]:
 
 
 async def commit(
-    file: SessionFile, access: Access, episodes: Sequence[EpisodeId], *, deadline: float, as_json: bool
+    file: SessionFile,
+    access: Access,
+    episodes: Sequence[EpisodeId],
+    *,
+    reopen: bool,
+    incremental: bool,
+    deadline: float,
+    as_json: bool,
 ) -> Exit:
-    """Write these episodes everywhere, durable; what restarts is left out and listed."""
+    """Write these episodes everywhere, durable; what restarts is left out and listed.
+
+    reopen: open the fleet once they are frozen, before they are written.
+    """
 
     async def work(coordinator: Coordinator, block: Block) -> Checkpoint:
         checkpoint = a_checkpoint(block)
-        await checkpoint.commit(checkpoint.report.continued(episodes))
+        scope = checkpoint.report.continued(episodes)
+        await checkpoint.commit(scope, reopen_when_captured=reopen, incremental=incremental)
         return checkpoint
 
     with file.held():
@@ -172,6 +183,10 @@ async def commit(
                     **_open(file, left),
                     "records": records,
                     "bytes": written,
+                    "base": checkpoint.base_id,
+                    "released": checkpoint.released,
+                    "capture_seconds": round(checkpoint.timing.capture, 3),
+                    "commit_seconds": round(checkpoint.timing.commit, 3),
                     "continued": [episode.capture_key for episode in checkpoint.continued],
                     "restarts": {episode.capture_key: why for episode, why in checkpoint.restarts.items()},
                     "excluded": dict(checkpoint.report.excluded),
@@ -182,8 +197,20 @@ async def commit(
             people.print(table("", ["participant", "records", "size", "seconds"], rows))
             counts = f"{len(checkpoint.continued):,} rollouts continue, {len(checkpoint.restarts):,} start over"
             people.print(f"{left.checkpoint_id}: committed, not published; {counts}", markup=False)
-        say(f"closed for at most {left.lease_left:.0f} s: next gym-ckpt publish --session {file}")
+            for line in _how(checkpoint):
+                people.print(line, markup=False)
+        state = "open again" if checkpoint.released else f"closed for at most {left.lease_left:.0f} s"
+        say(f"{state}: next gym-ckpt publish --session {file}")
         return Exit.OK
+
+
+def _how(checkpoint: Checkpoint) -> list[str]:
+    """What this command did beyond writing, for people."""
+    timing = checkpoint.timing
+    lines = [f"unchanged records stay in {checkpoint.base_id}"] if checkpoint.base_id else []
+    if checkpoint.reopening:
+        lines.append(f"released once frozen, after {timing.capture:.3f} s; durable {timing.commit:.3f} s later")
+    return lines
 
 
 async def publish(file: SessionFile, access: Access, *, deadline: float, as_json: bool) -> Exit:
@@ -240,7 +267,7 @@ async def resume(file: SessionFile, access: Access, *, deadline: float, abort: b
         else:
             number = f" as number {told['sequence_number']}" if told["sequence_number"] else ""
             people.print(f"{state.purpose} {state.checkpoint_id}: {told['state']}{number}", markup=False)
-            for note in told["notes"]:
+            for note in [*filter(None, [told["failure"]]), *told["notes"]]:
                 people.print(note, markup=False, soft_wrap=True)
             pending = ", ".join(told["resume_pending"])
             people.print(f"not known to be open: {pending}" if pending else "every participant is open", markup=False)
@@ -266,6 +293,7 @@ def _checkpoint_resumed(state: SessionState, checkpoint: Checkpoint) -> dict[str
         "sequence_number": result.sequence_number,
         "resume_pending": [str(identity) for identity in result.resume_pending],
         "replaced": [str(identity) for identity in result.replaced],
+        "failure": result.failure,
     }
 
 
@@ -279,6 +307,7 @@ def _resumed(state: SessionState, word: str, *, notes: Iterable[str] = ()) -> di
         "episodes": list(state.targets) if word == "open" else [],
         "resume_pending": [],
         "replaced": [],
+        "failure": "",
         "notes": list(notes),
     }
 

@@ -103,6 +103,12 @@ def prepare(
 def commit(
     session: Session,
     episodes: Episodes,
+    reopen: Annotated[
+        bool, typer.Option("--reopen", help="Open the fleet once the records are frozen, before they are written.")
+    ] = False,
+    incremental: Annotated[
+        bool, typer.Option("--incremental", help="Do not write again what the newest checkpoint has unchanged.")
+    ] = False,
     deadline: Limit = 120.0,
     token_file: TokenFileOption = None,
     timeout: Timeout = 10.0,
@@ -114,7 +120,15 @@ def commit(
 
     async def command(access: Access) -> Exit:
         chosen = operate.read_episodes(Path(episodes.name), episodes.read())
-        return await operate.commit(SessionFile(session), access, chosen, deadline=deadline, as_json=as_json)
+        return await operate.commit(
+            SessionFile(session),
+            access,
+            chosen,
+            reopen=reopen,
+            incremental=incremental,
+            deadline=deadline,
+            as_json=as_json,
+        )
 
     _run(token_file, allow_insecure, timeout, command)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-WIDE = 160
-"""Columns where the output is no terminal: a table in a log must not be folded to 80."""
+WIDE = 400
+"""Columns where the output is no terminal: a table in a log is not folded, and no id in it is cut."""
 
 people = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 """Standard output."""
@@ -21,10 +23,26 @@ errors = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty()
 """Standard error: progress and problems, so that standard output stays clean for `--json`."""
 
 
+_UNSHOWN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""What JSON need not escape, and a terminal obeys."""
+
+
 def print_json(value: Any) -> None:
-    """One object on standard output, indented, followed by a newline."""
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n")
+    """One object on standard output, indented, followed by a newline; no character in it commands a terminal."""
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()
+    except TypeError:  # the name of a file that is no Unicode
+        text = json.dumps(value, indent=2, default=str)
+    sys.stdout.write(_UNSHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
     sys.stdout.flush()
+
+
+def printable(text: object) -> str:
+    """A text on one line, with an escape for whatever a terminal would obey: ids and state are other people's."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -46,12 +64,13 @@ def _cell(value: object) -> str | Text:
     if isinstance(value, float):
         return f"{value:,.1f}"
     # Escaped: what stands in brackets would be taken for a style.
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(printable(value))
 
 
 def say(console: Console, colour: str, head: str, text: object = "") -> None:
     """One line: a coloured head, then text as it is, whatever brackets a server or a path put into it."""
-    console.print(Text.assemble((head, colour), f" {text}" if text else ""), soft_wrap=True)
+    shown = "\n".join(printable(line) for line in str(text).split("\n"))
+    console.print(Text.assemble((printable(head), colour), f" {shown}" if shown else ""), soft_wrap=True)
 
 
 def size(count: int) -> str:

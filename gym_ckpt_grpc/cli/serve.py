@@ -12,6 +12,7 @@ from gym_ckpt_grpc.cli.exits import Exit
 from gym_ckpt_grpc.cli.output import errors, people, print_json
 from gym_ckpt_grpc.coordinator import Coordinator, DiscoveryFailed, Fleet
 from gym_ckpt_grpc.coordinator.served import CoordinatorServer
+from gym_ckpt_grpc.storage import Retention
 
 AGAIN = 1.0
 """Seconds between two looks at a fleet that is not complete yet."""
@@ -27,13 +28,25 @@ async def serve_coordinator(
     controller: str,
     wait: float,
     session_ttl: float,
+    incremental: bool,
+    max_chain: int,
+    retention: Retention | None,
     allow_insecure: bool,
     as_json: bool,
 ) -> Exit:
     """Serve until interrupted. The token is both what participants are sent and what clients must send."""
     tokens = {Role.CONTROLLER: token, Role.OBSERVER: observer_token}
     known = {role: source for role, source in tokens.items() if source is not None}
-    coordinator = Coordinator(fleet, root=root, controller_id=controller, token=token, allow_insecure=allow_insecure)
+    coordinator = Coordinator(
+        fleet,
+        root=root,
+        controller_id=controller,
+        token=token,
+        allow_insecure=allow_insecure,
+        incremental=incremental,
+        max_chain=max_chain,
+        retention=retention,
+    )
     server = CoordinatorServer(
         coordinator,
         address,

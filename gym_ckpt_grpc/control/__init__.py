@@ -32,6 +32,8 @@ from gym_ckpt_grpc.control.ports import Opening as Opening
 from gym_ckpt_grpc.control.ports import OpeningCause as OpeningCause
 from gym_ckpt_grpc.control.ports import OwnerDefaults as OwnerDefaults
 from gym_ckpt_grpc.control.ports import OwnerPort as OwnerPort
+from gym_ckpt_grpc.control.ports import Pace as Pace
+from gym_ckpt_grpc.control.ports import Precopied as Precopied
 from gym_ckpt_grpc.control.ports import RecordBatch as RecordBatch
 from gym_ckpt_grpc.control.ports import StagingKeys as StagingKeys
 from gym_ckpt_grpc.control.ports import StateOwner as StateOwner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import EpisodeListKind, HookFailed, StateOwner
+from gym_ckpt_grpc.control.tasks import hook_cancelled
 from gym_ckpt_grpc.control.work import Captured, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, ExportFailed, RestartInScope
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
@@ -25,7 +26,7 @@ async def capture(owner: StateOwner, scope: EpisodeScope, work: Work) -> Capture
     A record of an episode outside the scope is the owner's fault and fails the export too.
     """
     restarts = await restarts_of(owner)
-    offenders = [] if scope.is_all else sorted(restarts.intersection(scope))
+    offenders = sorted(restarts & scope.members)
     if offenders:
         raise RestartInScope(
             f"the scope names {len(offenders)} episodes that restart",
@@ -35,10 +36,11 @@ async def capture(owner: StateOwner, scope: EpisodeScope, work: Work) -> Capture
     records: list[Record] = []
     left_out: list[EpisodeId] = []
     try:
-        async for batch in owner.export(scope):
-            records += batch.records
-            left_out += batch.left_out
-            work.records_done = len(records)
+        with hook_cancelled():
+            async for batch in owner.export(scope):
+                records += batch.records
+                left_out += batch.left_out
+                work.records_done = len(records)
     except ControlError:
         raise
     except HookFailed as error:
@@ -46,13 +48,11 @@ async def capture(owner: StateOwner, scope: EpisodeScope, work: Work) -> Capture
         raise ExportFailed(str(error), episodes=episodes) from error
     except Exception as error:
         raise ExportFailed(f"the export hook failed: {unexpected(error, 'exporting records').message}") from error
-    _check(scope, records)
-    with_record = {record.episode for record in records}
-    without = tuple(episode for episode in scope if episode not in with_record)
+    without: tuple[EpisodeId, ...] = ()
+    if not scope.is_all:
+        with_record = {record.episode for record in records}
+        if stray := with_record - scope.members:
+            raise ExportFailed("the export has episodes outside the scope", episodes=sorted(stray)[:MAX_LISTED])
+        missing = scope.members - with_record
+        without = tuple(episode for episode in scope if episode in missing) if missing else ()
     return Captured(tuple(records), tuple(left_out), without, len(restarts))
-
-
-def _check(scope: EpisodeScope, records: list[Record]) -> None:
-    stray = [record.episode for record in records if record.episode not in scope]
-    if stray:
-        raise ExportFailed("the export has episodes outside the scope", episodes=stray[:MAX_LISTED])

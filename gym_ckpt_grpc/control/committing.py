@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from gym_ckpt_grpc.control import capturing
 from gym_ckpt_grpc.control.core import Core
@@ -19,10 +20,16 @@ from gym_ckpt_grpc.protocol.phases import Operation, Phase
 from gym_ckpt_grpc.storage import (
     CheckpointLocation,
     PartManifestInfo,
+    Record,
     StopFlag,
     WriteStopped,
+    paused_collector,
+    preflight,
     write_part,
 )
+
+PAUSE_LIMIT = 10.0
+"""Seconds after which Python's collector goes on, also where a cut is not released yet."""
 
 
 class Committing:
@@ -37,9 +44,16 @@ class Committing:
         if work.capture is None:
             self._core.machine.ask(Operation.CAPTURE, scope)
             work.began = self._core.clock()
+            self._pause_collector(work)
             work.capture = self._core.tasks.own(self._capture(work, scope), f"capture {work.checkpoint_id}")
             self._core.touch()
         return work.capture
+
+    def _pause_collector(self, work: Work) -> None:
+        """A collection walks over all objects of the process: not while admission waits, unless that takes long."""
+        work.cut.enter_context(paused_collector())
+        limit = asyncio.get_running_loop().call_later(PAUSE_LIMIT, work.cut.close)
+        work.cut.callback(limit.cancel)
 
     async def _capture(self, work: Work, scope: EpisodeScope) -> Captured:
         core = self._core
@@ -47,6 +61,7 @@ class Committing:
             captured = await capturing.capture(core.owner, scope, work)
         except BaseException:
             work.capture = None
+            work.cut.close()
             if core.work is work:
                 core.machine.unask(Operation.CAPTURE, Operation.COMMIT)
                 if core.machine.phase is Phase.COMMITTING:
@@ -65,7 +80,11 @@ class Committing:
         return captured
 
     def begin_commit(
-        self, work: Work, arguments: CommitArguments, location: CheckpointLocation
+        self,
+        work: Work,
+        arguments: CommitArguments,
+        location: CheckpointLocation,
+        base: CheckpointLocation | None = None,
     ) -> asyncio.Task[CommitReply]:
         """The one write of this checkpoint: begun here, or joined. After a failed write the same records again."""
         if work.commit is None or (work.commit.done() and not succeeded(work.commit)):
@@ -75,7 +94,7 @@ class Committing:
                 self._core.move(Phase.COMMITTING)
             work.stop = StopFlag()
             work.began = self._core.clock()
-            commit = self._commit(work, capture, arguments, location)
+            commit = self._commit(work, capture, arguments, location, base)
             work.commit = self._core.tasks.own(commit, f"commit {work.checkpoint_id}")
         return work.commit
 
@@ -85,11 +104,12 @@ class Committing:
         capture: asyncio.Task[Captured],
         arguments: CommitArguments,
         location: CheckpointLocation,
+        base: CheckpointLocation | None,
     ) -> CommitReply:
         core = self._core
         captured = await asyncio.shield(capture)
         try:
-            part, staging_keys = await self._write(work, captured, location)
+            part, staging_keys = await self._write(work, captured, location, base)
             tell_fate(core, work, durable=True)
             deleting = await self._delete_outside(work)
         except BaseException as error:
@@ -124,7 +144,7 @@ class Committing:
         return self._core.work is work and self._core.machine.phase is Phase.COMMITTING
 
     async def _write(
-        self, work: Work, captured: Captured, location: CheckpointLocation
+        self, work: Work, captured: Captured, location: CheckpointLocation, base: CheckpointLocation | None
     ) -> tuple[PartManifestInfo, StagingKeys | None]:
         core = self._core
         identity, stop = core.identity, work.stop
@@ -133,6 +153,9 @@ class Committing:
             work.records_done, work.bytes_done = records, size
 
         def write() -> tuple[PartManifestInfo, StagingKeys | None]:
+            work.bytes_total = _state_bytes(captured.records)
+            # How much of it a base has already is not known before it is read.
+            preflight(core.files, location.root, expected_bytes=0 if base else work.bytes_total)
             extra = core.owner.commit_extra(captured.records)
             try:
                 part = write_part(
@@ -144,6 +167,8 @@ class Committing:
                     restarts=captured.restart_count,
                     extra=extra.manifest,
                     documents=extra.documents,
+                    base=base,
+                    compress=core.settings.compress,
                     progress=progress,
                     stop=stop,
                 )
@@ -151,7 +176,7 @@ class Committing:
                 work.named |= stop.published
             return part, extra.staging_keys
 
-        work.records_done = 0
+        work.records_done = work.bytes_done = 0
         return await core.in_thread(write)
 
     async def _delete_outside(self, work: Work) -> int:
@@ -187,3 +212,7 @@ class Committing:
             return ""
         typed = failure if isinstance(failure, ControlError) else unexpected(failure, "freeing compute")
         return typed.message
+
+
+def _state_bytes(records: Sequence[Record]) -> int:
+    return sum(len(payload.data) for record in records for payload in record.payloads.values())

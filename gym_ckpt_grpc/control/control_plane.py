@@ -19,6 +19,7 @@ from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.installing import Installing
 from gym_ckpt_grpc.control.lease_watch import LeaseWatch
 from gym_ckpt_grpc.control.ports import EpisodeListKind, OpeningCause, StateOwner
+from gym_ckpt_grpc.control.precopying import Precopying
 from gym_ckpt_grpc.control.preparing import Preparing
 from gym_ckpt_grpc.control.reopening import Reopening
 from gym_ckpt_grpc.control.settings import ControlSettings
@@ -75,7 +76,9 @@ class ControlPlane:
         self._installing = Installing(self._core)
         self._reopening = Reopening(self._core)
         self._watch = LeaseWatch(self._core, self._preparing, self._reopening)
+        self._precopying = Precopying(self._core)
         owner.attach(self._core)
+        self._precopying.start()
 
     @property
     def identity(self) -> ParticipantIdentity:
@@ -102,6 +105,7 @@ class ControlPlane:
     ) -> tuple[PrepareReply, bool]:
         decision = await self._decide(call, budget)
         if decision.verdict is Verdict.RUN:
+            self._precopying.stop()
             self._watch.begin(self._preparing.begin(call, lease_ttl, ready_within, budget))
         with self._holding():
             if decision.verdict is Verdict.REPLAY:
@@ -117,18 +121,25 @@ class ControlPlane:
             return await await_within(task, budget, "capture"), False
 
     async def commit(
-        self, call: Call, arguments: CommitArguments, location: CheckpointLocation, *, budget: Budget
+        self,
+        call: Call,
+        arguments: CommitArguments,
+        location: CheckpointLocation,
+        *,
+        base: CheckpointLocation | None = None,
+        budget: Budget,
     ) -> tuple[CommitReply, bool]:
+        """base: the checkpoint of `base_checkpoint_uri`, whose unchanged records are named, not written again."""
         decision = await self._decide(call, budget, self._ready_to_capture)
         if decision.verdict is Verdict.KEPT:
             work = self._reopening.ask_kept(call.checkpoint_id, arguments)
             replayed = succeeded(work.commit)
-            task = self._committing.begin_commit(work, arguments, location)
+            task = self._committing.begin_commit(work, arguments, location, base)
             return await await_within(task, budget, "commit"), replayed
         with self._holding():
             if decision.verdict is Verdict.REPLAY:
                 return decision.reply, True
-            task = self._committing.begin_commit(self._open_work(), arguments, location)
+            task = self._committing.begin_commit(self._open_work(), arguments, location, base)
             return await await_within(task, budget, "commit"), False
 
     async def resume(self, call: Call, *, keep_write: bool, budget: Budget) -> tuple[ResumeReply, bool]:
@@ -160,6 +171,7 @@ class ControlPlane:
     ) -> tuple[RestoreReply, bool]:
         decision = await self._decide(call, budget, partial(self._not_retired, scope))
         if decision.verdict is Verdict.RUN:
+            self._precopying.stop()
             work = self._installing.begin(call, lease_ttl, budget, scope, location, expected_digest)
             self._watch.begin(work)
         with self._holding():

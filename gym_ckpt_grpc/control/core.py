@@ -54,6 +54,8 @@ class Core:
         self.leases_expired = 0
         self.unnotified_changes = 0
         self.on_changed: Callable[[], None] = lambda: None
+        self.on_idle: Callable[[], None] = lambda: None
+        self.closing = False
         self._notified = False
         self._touched = asyncio.Event()
         self._threads = ThreadPoolExecutor(IO_THREADS, "gymckpt-io")
@@ -89,6 +91,13 @@ class Core:
     def move(self, phase: Phase) -> None:
         self.machine.move(phase)
         self.touch()
+
+    def end_open(self, *, fenced: bool) -> None:
+        """Back to IDLE: admission is open, and nothing is open any more."""
+        self.machine.end(fenced=fenced)
+        self.work = None
+        self.touch()
+        self.on_idle()
 
     def touch(self) -> None:
         """Wake whoever watches the status or the lease."""
@@ -127,8 +136,10 @@ class Core:
         return replace(report, blockers=blockers, blocker_count=count, restarts=report.restarts[:MAX_LISTED])
 
     async def close(self) -> None:
+        self.closing = True
         for work in (self.work, *self.kept.values()):
             if work is not None:
                 work.stop.stop(0)
+                work.cut.close()
         await self.tasks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

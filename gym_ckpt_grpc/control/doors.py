@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import Opening, OpeningCause
-from gym_ckpt_grpc.control.tasks import set_within
+from gym_ckpt_grpc.control.tasks import hook_cancelled, set_within
 from gym_ckpt_grpc.control.work import Work
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.phases import Phase
@@ -27,7 +27,8 @@ async def open_admission(core: Core, work: Work, cause: OpeningCause, wanted: Ca
     while wanted():
         work.retry_open.clear()
         try:
-            await core.owner.open_admission(Opening(cause))
+            with hook_cancelled():
+                await core.owner.open_admission(Opening(cause))
             return
         except Exception as error:
             log.error("opening admission failed, trying again: %s", error)
@@ -47,10 +48,8 @@ async def give_up(core: Core, work: Work, phase: Phase) -> None:
 
     await open_admission(core, work, OpeningCause.CLOSE_FAILED, wanted)
     if wanted():
-        core.machine.end(fenced=False)
-        core.work = None
         work.end()
-        core.touch()
+        core.end_open(fenced=False)
 
 
 def tell_fate(core: Core, work: Work, *, durable: bool) -> None:

@@ -10,6 +10,7 @@ from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.doors import free_restored, give_up
 from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import Closing, HookFailed, InvalidState
+from gym_ckpt_grpc.control.tasks import hook_cancelled
 from gym_ckpt_grpc.control.work import RestoreReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, InstallFailed, StaleCheckpoint, StateCorrupt
 from gym_ckpt_grpc.protocol.ids import RestoreScope
@@ -42,11 +43,12 @@ class Installing:
     ) -> RestoreReply:
         core = self._core
         try:
-            await core.owner.close_admission(closing)
-            work.closed = True
-            part = await self._read(scope, location, digest)
-            work.records_done, work.bytes_done = len(part.records), part.bytes_read
-            await self._make_live(work, part, scope)
+            with hook_cancelled():
+                await core.owner.close_admission(closing)
+                work.closed = True
+                part = await self._read(scope, location, digest)
+                work.records_done, work.bytes_done = len(part.records), part.bytes_read
+                await self._make_live(work, part, scope)
         except Exception as error:
             failure = self._typed(error)
             await give_up(core, work, Phase.RESTORING)
@@ -80,6 +82,7 @@ class Installing:
             checkpoint_id=location.checkpoint_id,
             expected_digest=digest or None,
             scope=scope,
+            decoded=True,  # there, not on the loop, where owners take the records apart
         )
         return await core.in_thread(read)
 

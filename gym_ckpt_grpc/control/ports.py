@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
-from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.storage import Payload, Record
 
 
 class InvalidState(ValueError):
@@ -111,6 +112,43 @@ class CommitExtra:
     staging_keys: StagingKeys | None = None
 
 
+class Precopied(enum.Enum):
+    """What one pass of encoding ahead found."""
+
+    NEVER = "never"
+    """This owner has nothing to encode ahead, now or later: it is not asked again."""
+    QUIET = "quiet"
+    """Nothing has changed since the pass before."""
+    CHANGING = "changing"
+    """Something has: another pass is worth its while soon."""
+    MORE = "more"
+    """The pass has stopped since it was `over`; the next one may follow at once."""
+
+
+class Pace(Protocol):
+    """How much a pass of encoding ahead may take. Its methods raise CancelledError once admission is to close."""
+
+    spent: float
+    """Processor seconds of work since the last rest."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of encoded state that may be kept, 0 and up."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the pass has lasted long enough to look anew at what has changed."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Count what is done in this block as work. May be held over awaits."""
+
+    async def digest(self, payloads: Sequence[Payload]) -> None:
+        """Digest payloads in a thread, so that nobody has to at the cut."""
+
+    async def rest(self) -> None:
+        """Let others have the loop, for as long as the share asks after this much work."""
+
+
 class MarkView(Protocol):
     """What an owner may ask about retired attempts."""
 
@@ -167,6 +205,14 @@ class StateOwner(Protocol):
     def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
         """Frozen records of the scope, in batches; nothing outside it. Raise HookFailed to name an episode."""
 
+    async def precopy(self, pace: Pace) -> Precopied:
+        """One pass of encoding ahead, while admission is open: what changed since it was last encoded is encoded and
+        kept, and `export` uses it if it has not changed again.
+
+        Called again and again in IDLE, never twice at a time; cancelled when admission is about to close. Rests after
+        each small piece of work. Raising hinders no checkpoint.
+        """
+
     async def stage(self, records: Sequence[Record], scope: RestoreScope) -> Any:
         """Check everything and build it aside, touching nothing live; gives what `activate` takes.
 
@@ -217,6 +263,9 @@ class StateOwner(Protocol):
 
 class OwnerDefaults:
     """Defaults of the hooks that a small owner has no use for."""
+
+    async def precopy(self, pace: Pace) -> Precopied:
+        return Precopied.NEVER
 
     async def release_exported(self, episodes: Sequence[EpisodeId]) -> None:
         return None

@@ -9,7 +9,7 @@ from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.doors import give_up, tell_fate
 from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import Closing
-from gym_ckpt_grpc.control.tasks import failure_of, set_within
+from gym_ckpt_grpc.control.tasks import failure_of, hook_cancelled, set_within
 from gym_ckpt_grpc.control.work import PrepareReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, InvalidPhase, OutOfTime
 from gym_ckpt_grpc.protocol.machine import Call
@@ -39,7 +39,8 @@ class Preparing:
     async def _close(self, work: Work, closing: Closing) -> None:
         core = self._core
         try:
-            await core.owner.close_admission(closing)
+            with hook_cancelled():
+                await core.owner.close_admission(closing)
         except Exception as error:
             failure = error if isinstance(error, ControlError) else unexpected(error, "closing admission")
             tell_fate(core, work, durable=False)

@@ -52,9 +52,8 @@ class Reopening:
             # Nothing has started from what a dead controller installed: it goes, and leaves no refusal.
             await free_restored(core, sorted(work.installed & core.owner.restored_pending()))
         await open_admission(core, work, cause, lambda: True)
-        core.machine.end(fenced=True)
-        core.work = None
-        core.touch()
+        work.cut.close()
+        core.end_open(fenced=True)
 
     async def _stop(self, work: Work) -> None:
         """End capture and write; afterwards nothing of that write can appear."""

@@ -123,13 +123,14 @@ class ParticipantServicer(participant_pb2_grpc.ParticipantServiceServicer):
         validate("Commit", request)
         budget = self._budget(context)
         location = await self._location(request.storage_uri, "storage_uri", request.context.checkpoint_id, budget)
+        base = None
         if request.base_checkpoint_uri:
-            await self._plane.resolve(request.base_checkpoint_uri, "base_checkpoint_uri", budget=budget)
+            base = await self._plane.resolve(request.base_checkpoint_uri, "base_checkpoint_uri", budget=budget)
         arguments = CommitArguments(
             wire.scope_from(request.scope), request.storage_uri, request.base_checkpoint_uri, request.stop
         )
         call = _call(Operation.COMMIT, request, budget, arguments)
-        reply, replayed = await self._plane.commit(call, arguments, location, budget=budget)
+        reply, replayed = await self._plane.commit(call, arguments, location, base=base, budget=budget)
         return pb.CommitResponse(
             participant=self._identity,
             manifest_digest=reply.manifest_digest,
@@ -241,6 +242,7 @@ class ParticipantServicer(participant_pb2_grpc.ParticipantServiceServicer):
                 records_done=running.records_done,
                 records_total=running.records_total,
                 bytes_done=running.bytes_done,
+                bytes_total=running.bytes_total,
             )
             if running
             else None,

@@ -20,13 +20,15 @@ _RUNNING = {
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The operation under way. elapsed: seconds since it began; totals are 0 while unknown."""
+    """The operation under way, a write kept after the release included. elapsed: seconds since it began; totals are 0
+    while unknown."""
 
     operation: str
     elapsed: float
     records_done: int
     records_total: int
     bytes_done: int
+    bytes_total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def build_status(core: Core) -> Status:
         marks_held=len(core.retirement),
         oldest_mark_age=core.retirement.oldest_age(),
         restored_pending=len(core.owner.restored_pending()),
-        running=_running(machine.phase, work, now),
+        running=_running(core, now),
         leases_expired=core.leases_expired,
         closed_for=now - work.closed_at if work else None,
         extra=extra,
@@ -76,15 +78,23 @@ def build_status(core: Core) -> Status:
 
 def _writes(core: Core) -> list[str]:
     works = [core.work, *core.kept.values()]
-    return sorted({w.checkpoint_id for w in works if w and w.commit and not w.commit.done()})
+    return sorted({work.checkpoint_id for work in works if work and _writes_now(work)})
 
 
-def _running(phase: Phase, work: Work | None, now: float) -> Running | None:
+def _running(core: Core, now: float) -> Running | None:
+    """What the open checkpoint does; if that is nothing, the oldest write that goes on after its release."""
+    phase, work = core.machine.phase, core.work
+    operation = None
+    if work is not None:
+        capturing = phase is Phase.PREPARED and work.capturing
+        operation = Operation.CAPTURE if capturing else _RUNNING.get(phase)
+    if work is None or operation is None:
+        operation, work = Operation.COMMIT, next((kept for kept in core.kept.values() if _writes_now(kept)), None)
     if work is None:
         return None
-    capturing = phase is Phase.PREPARED and work.capturing
-    operation = Operation.CAPTURE if capturing else _RUNNING.get(phase)
-    if operation is None:
-        return None
     total = len(work.captured.records) if work.captured else 0
-    return Running(str(operation), now - work.began, work.records_done, total, work.bytes_done)
+    return Running(str(operation), now - work.began, work.records_done, total, work.bytes_done, work.bytes_total)
+
+
+def _writes_now(work: Work) -> bool:
+    return work.commit is not None and not work.commit.done()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from gym_ckpt_grpc.control.budget import Budget
+from gym_ckpt_grpc.control.ports import HookFailed
 from gym_ckpt_grpc.protocol.errors import ControlError, OutOfTime, StaleCheckpoint
 
 T = TypeVar("T")
@@ -44,6 +45,21 @@ class TaskOwner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=limit)
+
+
+@contextlib.contextmanager
+def hook_cancelled() -> Iterator[None]:
+    """Around an author's hook: a cancellation that nobody has asked the running task for is the hook's own failure.
+
+    It comes where the hook awaits a task that somebody cancelled. Raises HookFailed for it.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise HookFailed("a task that the hook awaited was cancelled") from error
 
 
 def succeeded(task: asyncio.Task[Any] | None) -> bool:

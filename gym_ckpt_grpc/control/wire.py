@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from gym_ckpt_grpc.control.ports import StagingKeys
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
-from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
+from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, episode_ids
 from gym_ckpt_grpc.protocol.phases import Phase
 from gym_ckpt_grpc.protocol.report import MAX_BLOCKERS, MAX_LISTED, Blocker, BlockerReason, PrepareReport
 from gymckpt.v1 import episode_pb2, participant_pb2
@@ -97,7 +97,7 @@ def episode_list(episodes: Iterable[EpisodeId], limit: int | None = None) -> epi
 
 def episodes_from(message: episode_pb2.EpisodeList) -> tuple[EpisodeId, ...]:
     """The episodes of columns; raises ValueError for an illegal id or columns of two lengths."""
-    return tuple(EpisodeId(r, a) for r, a in zip(message.rollout_ids, message.attempts, strict=True))
+    return tuple(episode_ids(message.rollout_ids, message.attempts))
 
 
 def scope_to(scope: EpisodeScope) -> episode_pb2.EpisodeScope:

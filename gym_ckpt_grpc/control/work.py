@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from gym_ckpt_grpc.control.ports import StagingKeys
@@ -86,7 +87,8 @@ class Work:
     lease_ttl after that. outside: restored and not started when the records were frozen, and not in the scope: what
     its Commit deletes. installed: what its Restore made live. deleting_since counts on the loop's clock. waiters
     counts the calls that wait for an install: one that ends with nobody waiting is discarded. named: an earlier try
-    of the write has named its files. fate_told: the owner was told how the write ended.
+    of the write has named its files. fate_told: the owner was told how the write ended. cut: what is held from the
+    freezing of records to the reopening.
     """
 
     checkpoint_id: str
@@ -103,6 +105,7 @@ class Work:
     dropping: asyncio.Task[None] | None = None
     retry_open: asyncio.Event = field(default_factory=asyncio.Event)
     stop: StopFlag = field(default_factory=StopFlag)
+    cut: ExitStack = field(default_factory=ExitStack)
     deletions: dict[EpisodeId, asyncio.Task[None]] = field(default_factory=dict)
     deleting_since: float = 0.0
     outside: set[EpisodeId] = field(default_factory=set)
@@ -113,6 +116,7 @@ class Work:
     captured: Captured | None = None
     records_done: int = 0
     bytes_done: int = 0
+    bytes_total: int = 0
     waiters: int = 0
     ready_seen: bool = False
     named: bool = False

@@ -28,9 +28,9 @@ from gym_ckpt_grpc.coordinator.report import FleetReport as FleetReport
 from gym_ckpt_grpc.coordinator.restoration import Restoration as Restoration
 from gym_ckpt_grpc.coordinator.result import CheckpointResult as CheckpointResult
 from gym_ckpt_grpc.coordinator.result import CheckpointState as CheckpointState
-from gym_ckpt_grpc.coordinator.result import Timing as Timing
 from gym_ckpt_grpc.coordinator.retiring import RetireResult as RetireResult
 from gym_ckpt_grpc.coordinator.session_state import SessionState as SessionState
 from gym_ckpt_grpc.coordinator.session_state import Step as Step
+from gym_ckpt_grpc.coordinator.timing import Timing as Timing
 from gym_ckpt_grpc.coordinator.transaction import Checkpoint as Checkpoint
 from gym_ckpt_grpc.coordinator.watching import watch as watch

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 
 from gym_ckpt_grpc.control import error_from, wire
 from gym_ckpt_grpc.coordinator.deadlines import Deadline
+from gym_ckpt_grpc.coordinator.encoded import Encoded
 from gym_ckpt_grpc.coordinator.member import Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.protocol.errors import (
@@ -36,7 +37,7 @@ from gym_ckpt_grpc.protocol.errors import (
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gymckpt.v1 import participant_pb2
 
-Build = Callable[[float], Message]
+Build = Callable[[float], Message | Encoded]
 """Makes the request of one try from the seconds that the try has."""
 
 OnRetry = Callable[[int, ControlError], None]

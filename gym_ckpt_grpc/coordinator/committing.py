@@ -9,6 +9,8 @@ from typing import Any
 
 from gym_ckpt_grpc.control import EpisodeListKind, wire
 from gym_ckpt_grpc.coordinator.deadlines import Deadline
+from gym_ckpt_grpc.coordinator.destination import Destination
+from gym_ckpt_grpc.coordinator.encoded import Encoded, encoded
 from gym_ckpt_grpc.coordinator.errors import CommitFailed
 from gym_ckpt_grpc.coordinator.fanout import fan_out
 from gym_ckpt_grpc.coordinator.ledger import Part
@@ -45,6 +47,7 @@ class Committing:
     def __init__(self, session: Session, checkpoint_id: str, scope: Sequence[EpisodeId], heard: Heard) -> None:
         self._session = session
         self._checkpoint_id = checkpoint_id
+        self._context = session.context(checkpoint_id)
         self._scope = list(scope)
         self._columns = wire.scope_to(EpisodeScope.of(scope))
         self._heard = heard
@@ -52,28 +55,30 @@ class Committing:
     async def capture(self, members: Sequence[Member], deadline: Deadline) -> list[Outcome[Any]]:
         """Freeze the scope everywhere at once; one outcome per member."""
 
-        def request(member: Member, seconds: float) -> participant_pb2.CaptureRequest:
-            return participant_pb2.CaptureRequest(
-                context=self._session.context(self._checkpoint_id),
-                scope=self._columns,
-                expected_incarnation_id=member.identity.incarnation_id,
-            )
+        common = participant_pb2.CaptureRequest(context=self._context, scope=self._columns).SerializeToString()
+
+        def request(member: Member, seconds: float) -> Encoded:
+            who = participant_pb2.CaptureRequest(expected_incarnation_id=member.identity.incarnation_id)
+            return encoded(common, who)
 
         return await self._ask_ready(members, "Capture", request, deadline)
 
     async def commit(
-        self, members: Sequence[Member], storage_uri: str, deadline: Deadline, *, stop: bool
+        self, members: Sequence[Member], destination: Destination, deadline: Deadline, *, stop: bool
     ) -> list[Outcome[Any]]:
-        """Write everywhere at once; one outcome per member."""
+        """Write everywhere at once, all on the same base or none; one outcome per member."""
 
-        def request(member: Member, seconds: float) -> participant_pb2.CommitRequest:
-            return participant_pb2.CommitRequest(
-                context=self._session.context(self._checkpoint_id),
-                scope=self._columns,
-                expected_incarnation_id=member.identity.incarnation_id,
-                storage_uri=storage_uri,
-                stop=stop,
-            )
+        common = participant_pb2.CommitRequest(
+            context=self._context,
+            scope=self._columns,
+            storage_uri=destination.storage_uri,
+            base_checkpoint_uri=destination.base_uri,
+            stop=stop,
+        ).SerializeToString()
+
+        def request(member: Member, seconds: float) -> Encoded:
+            who = participant_pb2.CommitRequest(expected_incarnation_id=member.identity.incarnation_id)
+            return encoded(common, who)
 
         return await self._ask_ready(members, "Commit", request, deadline)
 

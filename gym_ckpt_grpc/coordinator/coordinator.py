@@ -17,6 +17,7 @@ from gym_ckpt_grpc.coordinator.errors import ForgetFailed, describe
 from gym_ckpt_grpc.coordinator.events import Event, EventKind, Events
 from gym_ckpt_grpc.coordinator.fanout import STAGE_GRACE, until_done
 from gym_ckpt_grpc.coordinator.fleet import Fleet
+from gym_ckpt_grpc.coordinator.incremental import MAX_CHAIN
 from gym_ckpt_grpc.coordinator.looking import Sighting
 from gym_ckpt_grpc.coordinator.member import Credentials
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
@@ -35,11 +36,11 @@ from gym_ckpt_grpc.coordinator.transaction import Checkpoint
 from gym_ckpt_grpc.protocol.errors import ControlError, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId, checkpoint_id_problem
 from gym_ckpt_grpc.protocol.lease import DEFAULT_LEASE_TTL, MAX_LEASE_TTL
-from gym_ckpt_grpc.storage import LATEST, CheckpointRoot, FileLayer, delete_checkpoint
+from gym_ckpt_grpc.storage import LATEST, CheckpointRoot, FileLayer, Retention, delete_checkpoint
 from gym_ckpt_grpc.telemetry import CallObserver
 
 LEAVE_PATIENCE = 5.0
-"""Seconds that leaving a coordinator waits for pending Resumes; leases reopen what is left."""
+"""Seconds that leaving a coordinator waits for pending Resumes; leases reopen what is left. And for its release."""
 
 
 def new_checkpoint_id(prefix: str = "ckpt") -> str:
@@ -60,8 +61,11 @@ class Coordinator:
     root: `file://` URI or absolute path. controller_id, run_id: characters as a checkpoint id; run_id is
     controller_id by default. token: sent with every call. allow_insecure: plain text beyond this host. All times
     are seconds, finite and positive. lease_ttl: at most 600. discovery_timeout: per look. exit_timeout: bound of
-    every exit. stage_grace: head start of a stage of Resume. observer: told of every call. on_event: told of every
-    event, on the loop.
+    every exit. stage_grace: head start of a stage of Resume. incremental: refer to the newest published checkpoint for
+    records that did not change, unless a `commit` says otherwise; max_chain: checkpoints after which the next is
+    written in full again. retention: which published checkpoints to keep; after each publication, once the fleet is
+    open, the others are removed, and what crashed runs left. None, the default, removes nothing: nobody's checkpoints
+    go unasked. observer: told of every call. on_event: told of every event, on the loop.
     """
 
     def __init__(
@@ -77,6 +81,9 @@ class Coordinator:
         discovery_timeout: float = 60.0,
         exit_timeout: float = 30.0,
         stage_grace: float = STAGE_GRACE,
+        incremental: bool = False,
+        max_chain: int = MAX_CHAIN,
+        retention: Retention | None = None,
         observer: CallObserver | None = None,
         on_event: Callable[[Event], None] | None = None,
         files: FileLayer | None = None,
@@ -87,6 +94,8 @@ class Coordinator:
                 raise UsageError(f"{name} {value!r} {problem}")
         if lease_ttl > MAX_LEASE_TTL:
             raise UsageError(f"lease_ttl {lease_ttl} s is above {MAX_LEASE_TTL} s")
+        if max_chain < 1:
+            raise UsageError(f"max_chain is {max_chain}: a chain has at least its full checkpoint")
         self.fleet = fleet
         self.root = CheckpointRoot(root, files)
         self.controller_id = controller_id
@@ -97,6 +106,9 @@ class Coordinator:
             discovery_timeout=positive_seconds("discovery_timeout", discovery_timeout),
             exit_timeout=positive_seconds("exit_timeout", exit_timeout),
             stage_grace=positive_seconds("stage_grace", stage_grace),
+            incremental=incremental,
+            max_chain=max_chain,
+            retention=retention,
         )
         self._credentials = Credentials(token=token, allow_insecure=allow_insecure, observer=observer)
         self._retries = retries
@@ -212,13 +224,15 @@ class Coordinator:
     async def _shut(self, session: Session) -> None:
         try:
             await session.end_background(LEAVE_PATIENCE)
+            await session.retaining.close(LEAVE_PATIENCE)
             await session.renewal.stop()
             await session.connections.close()
         finally:
             claim = session.claim
             if claim is not None and not session.replaced and not session.handed_on:
                 try:
-                    await in_thread(lambda: self.root.sequence.release(claim), "releasing the epoch")
+                    limit = Deadline(LEAVE_PATIENCE)
+                    await in_thread(lambda: self.root.sequence.release(claim), "releasing the epoch", limit)
                 except ControlError as error:
                     self.events.add(EventKind.TAKE_OVER, f"the epoch was not released: {error}")
 
@@ -317,17 +331,41 @@ class Coordinator:
     async def delete(self, checkpoint_id: str, *, deadline: float = 60.0) -> None:
         """Delete a checkpoint that nothing holds; one that is deleted already is fine.
 
-        Raises CheckpointConflict naming the holder (it is the newest, pinned, open, or unreadable), StateNotFound,
-        StaleController, and StateUnwritable where it was interrupted: again finishes it.
+        Raises CheckpointConflict naming the holder (it is the newest, pinned, held, open, unreadable, or another needs
+        its files), StateNotFound, StaleController, and StateUnwritable where it was interrupted: again finishes it.
         """
         session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
         session.check()
-        open_ids = {session.open_id, session.pin.checkpoint_id if session.pin else ""}
-        epoch = session.epoch
+        open_ids, epoch = session.retaining.open_ids, session.epoch
         await in_thread(
             lambda: delete_checkpoint(self.root, checkpoint_id, epoch=epoch, open_ids=open_ids), "deleting", limit
         )
         self.events.add(EventKind.RETENTION, "deleted", checkpoint_id=checkpoint_id)
+
+    async def hold(self, checkpoint_id: str, name: str, *, deadline: float = 60.0) -> None:
+        """Keep a checkpoint until `release`, whatever retention and later runs do: for a save that refers to it.
+
+        name: who holds it; again with the same name is fine. Once this has returned it stays. Raises StateNotFound if
+        it is not there, StaleController, StateCorrupt, StateUnwritable, InvalidArgument.
+        """
+        session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
+        session.check()
+        await in_thread(lambda: self.root.hold(checkpoint_id, name), "holding", limit)
+        self.events.add(EventKind.RETENTION, f"held by {name!r}", checkpoint_id=checkpoint_id)
+
+    async def release(self, checkpoint_id: str, name: str, *, deadline: float = 60.0) -> None:
+        """End a hold; one that is not there is fine. Raises StaleController, StateUnwritable, InvalidArgument."""
+        session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
+        session.check()
+        await in_thread(lambda: self.root.release(checkpoint_id, name), "releasing", limit)
+        self.events.add(EventKind.RETENTION, f"released by {name!r}", checkpoint_id=checkpoint_id)
+
+    async def holds(self, *, deadline: float = 60.0) -> list[tuple[str, str]]:
+        """Every hold of the root: (checkpoint id, name). Raises StateCorrupt."""
+        self._entered()
+        limit = Deadline(positive_seconds("deadline", deadline))
+        found = await in_thread(self.root.holds, "reading the holds", limit)
+        return [(hold.checkpoint_id, hold.name) for hold in found]
 
     async def reopened(self, timeout: float | None = None) -> bool:
         """Wait for pending Resumes; whether none is left. timeout: seconds, or None for no limit of its own."""

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
+from gym_ckpt_grpc.coordinator.result import CheckpointState
+
 log = logging.getLogger("gym_ckpt_grpc.coordinator")
 
 
@@ -31,7 +33,10 @@ class EventKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. number rises by one. participant: `kind/service/instance`, or empty. at: monotonic seconds."""
+    """One event. number rises by one. participant: `kind/service/instance`, or empty. at: monotonic seconds.
+
+    state: what the checkpoint came to by it; UNSPECIFIED for an event that is no such moment.
+    """
 
     number: int
     kind: EventKind
@@ -39,6 +44,7 @@ class Event:
     checkpoint_id: str = ""
     participant: str = ""
     at: float = 0.0
+    state: CheckpointState = CheckpointState.UNSPECIFIED
 
 
 class Events:
@@ -82,10 +88,18 @@ class Events:
         finally:
             self._followers.discard(news)
 
-    def add(self, kind: EventKind, message: str, *, checkpoint_id: str = "", participant: str = "") -> None:
+    def add(
+        self,
+        kind: EventKind,
+        message: str,
+        *,
+        checkpoint_id: str = "",
+        participant: str = "",
+        state: CheckpointState = CheckpointState.UNSPECIFIED,
+    ) -> None:
         """Append one; what the listener raises is logged and goes no further."""
         self._number += 1
-        event = Event(self._number, kind, message, checkpoint_id, participant, time.monotonic())
+        event = Event(self._number, kind, message, checkpoint_id, participant, time.monotonic(), state)
         self._kept.append(event)
         for news in self._followers:
             news.set()

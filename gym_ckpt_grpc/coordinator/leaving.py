@@ -12,11 +12,13 @@ from gym_ckpt_grpc.coordinator.deadlines import Deadline
 from gym_ckpt_grpc.coordinator.errors import RetireFailed, describe
 from gym_ckpt_grpc.coordinator.events import EventKind
 from gym_ckpt_grpc.coordinator.outcomes import failures
+from gym_ckpt_grpc.coordinator.released import drop_kept, newest
 from gym_ckpt_grpc.coordinator.reopening import Reopening
 from gym_ckpt_grpc.coordinator.result import CheckpointResult, CheckpointState
 from gym_ckpt_grpc.coordinator.retiring import retire_everywhere
 from gym_ckpt_grpc.coordinator.session import Session
 from gym_ckpt_grpc.protocol.errors import ControlError
+from gym_ckpt_grpc.storage import RetentionOutcome
 
 if TYPE_CHECKING:
     from gym_ckpt_grpc.coordinator.transaction import Checkpoint
@@ -70,6 +72,7 @@ class Leaving:
         self._checkpoint = checkpoint
         self._reopening: Reopening | None = None
         self._state = CheckpointState.ABORTED
+        self._retention: asyncio.Task[RetentionOutcome] | None = None
         self.notes: list[str] = []
 
     async def run(self, deadline: Deadline) -> None:
@@ -84,15 +87,46 @@ class Leaving:
         stays_closed = published and checkpoint.stop and checkpoint.on_stop == "close"
         if session.replaced or stays_closed or not checkpoint.members:
             self.let_go()
-        elif published and checkpoint.reopening and not checkpoint.reopening.pending:
+        elif published and self._is_released():
             self._reopening = checkpoint.reopening
+            session.own(drop_kept(session, checkpoint.id, checkpoint.members), f"drop what {checkpoint.id} kept")
         else:
             await self._reopen(deadline)
+        self._count_release()
         if published and checkpoint.stop and checkpoint.on_stop == "retire" and not session.replaced:
             await self._retire(deadline)
         checkpoint.timing.resume += time.monotonic() - begun
+        if published and not checkpoint.stop:
+            # A trainer that stops has no time to spare: the next run removes what is old.
+            self._retention = self._retention or session.retaining.start(checkpoint.id)
         if not published:
-            session.events.add(EventKind.PUBLICATION, "ended without being published", checkpoint_id=checkpoint.id)
+            await self._tell_aborted()
+            if not checkpoint.publication.unknown:
+                session.retaining.aborted.add(checkpoint.id)
+
+    def _is_released(self) -> bool:
+        """Whether every member was opened before this exit."""
+        released = self._checkpoint.reopening
+        return released is not None and not released.pending
+
+    def _count_release(self) -> None:
+        """What was opened before is not opened again by the Resume of an exit, which only drops what was kept."""
+        checkpoint = self._checkpoint
+        opened = checkpoint.reopening if self._is_released() else self._reopening
+        if opened is not None:
+            checkpoint.timing.released_at = opened.last_open or checkpoint.timing.released_at
+
+    async def _tell_aborted(self) -> None:
+        """Say that nothing is published, as far as is known; of a released one, what stands instead."""
+        checkpoint, text = self._checkpoint, "ended without being published"
+        if checkpoint.publication.unknown:
+            text = "ended, and whether it is published is not known"
+        if checkpoint.released and not checkpoint.failure:
+            checkpoint.failure = f"released, and {text}; {await newest(self._session)}"
+        text = f"{text}: {checkpoint.failure}" if checkpoint.failure else text
+        self._session.events.add(
+            EventKind.PUBLICATION, text, checkpoint_id=checkpoint.id, state=CheckpointState.ABORTED
+        )
 
     async def _find_out(self, deadline: Deadline) -> None:
         if not self._checkpoint.publication.unknown:
@@ -113,7 +147,6 @@ class Leaving:
             self._reopening = Reopening(self._session, checkpoint.id, checkpoint.members)
         outcomes = await self._reopening.run(deadline)
         checkpoint.hear(outcomes)
-        checkpoint.timing.last_opened = self._reopening.last_open or checkpoint.timing.last_opened
         if failed := failures(outcomes):
             self.notes.append(f"resume is pending: {describe(failed)}")
 
@@ -136,10 +169,15 @@ class Leaving:
             manifest_digest=publication.digest,
             records=sum(part.records for part in parts),
             bytes=sum(part.bytes for part in parts),
+            state_bytes=sum(part.state_bytes for part in parts),
+            chain=max((part.chain for part in parts), default=0),
+            base=checkpoint.base_id,
             continued=len(checkpoint.continued),
             restarts=len(checkpoint.restarts),
             resume_pending=self._reopening.pending if self._reopening else (),
             replaced=tuple(self._reopening.replaced) if self._reopening else (),
+            failure=checkpoint.failure,
             notes=tuple(self.notes),
+            retention=self._retention,
             timing=checkpoint.timing,
         )

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gym_ckpt_grpc.coordinator.member import Member
-from gym_ckpt_grpc.protocol.errors import StateCorrupt, StateNotFound
+from gym_ckpt_grpc.protocol.errors import ControlError, StateCorrupt, StateNotFound
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import (
+    LATEST,
     AggregateManifest,
     CheckpointRoot,
     EpisodeLists,
@@ -54,6 +55,34 @@ class Draft:
     trainer: Payload | None = None
     source_checkpoint: str = ""
     policy_versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def preflight(root: CheckpointRoot, *, incremental: bool) -> None:
+    """Check that the root takes another checkpoint of the size of the newest one.
+
+    How much an incremental one will write is not known: it must have room for manifests only. Raises StateUnwritable
+    naming the path.
+    """
+    root.preflight(expected_bytes=0 if incremental else _size_in_full(root))
+
+
+def _size_in_full(root: CheckpointRoot) -> int:
+    try:
+        members = root.find(LATEST).manifest.members
+    except ControlError:
+        return 0  # nothing to go by
+    return sum(member.state_bytes if member.chain else member.bytes for member in members)
+
+
+def newest_text(root: CheckpointRoot) -> str:
+    """Which checkpoint is the newest published one, for people. Never raises for a root that cannot be read."""
+    try:
+        newest = root.sequence.latest()
+    except ControlError as error:
+        return f"the newest published checkpoint could not be read: {error.message}"
+    if newest is None:
+        return "nothing is published in this root"
+    return f"the newest published checkpoint is still {newest.checkpoint_id} (number {newest.number})"
 
 
 def write_intent(

@@ -10,6 +10,7 @@ import grpc
 
 from gym_ckpt_grpc.auth import TokenSource
 from gym_ckpt_grpc.control import open_channel
+from gym_ckpt_grpc.coordinator.encoded import EncodedChannel
 from gym_ckpt_grpc.coordinator.fleet import Endpoint, Server
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.telemetry import CallObserver
@@ -80,7 +81,7 @@ class Connections:
         return self._channels[address]
 
     def stub(self, address: str) -> ParticipantServiceAsyncStub:
-        return participant_pb2_grpc.ParticipantServiceStub(self.channel(address))
+        return participant_pb2_grpc.ParticipantServiceStub(EncodedChannel.over(self.channel(address)))
 
     def member(self, endpoint: Endpoint, identity: ParticipantIdentity) -> Member:
         return Member(endpoint.server, endpoint.address, identity, self.stub(endpoint.address))

@@ -30,6 +30,7 @@ class Publication:
         self.number: int | None = None
         self.unknown = False
         self.latest_error = ""
+        self._appending: set[object] = set()  # tries whose thread has not ended; a hung one comes back some day
 
     async def run(self, draft: ledger.Draft, deadline: Deadline) -> int:
         """Write the manifest, then the entry; returns its number. The same call again gives the same.
@@ -44,8 +45,10 @@ class Publication:
         except ControlError as error:
             raise PublishFailed(f"the aggregate manifest was not written: {error}") from error
         self.unknown = True
+        a_try = object()
+        self._appending.add(a_try)
         try:
-            await in_thread(self._append, "publishing", deadline)
+            await in_thread(lambda: self._append(a_try), "publishing", deadline)
         except (StaleController, PublishUnknown):
             raise
         except OutOfTime as error:
@@ -58,7 +61,13 @@ class Publication:
     def _write(self, draft: ledger.Draft) -> None:
         self.manifest, self.digest = ledger.write_manifest(self._root, draft)
 
-    def _append(self) -> None:
+    def _append(self, a_try: object) -> None:
+        try:
+            self._publish()
+        finally:
+            self._appending.discard(a_try)
+
+    def _publish(self) -> None:
         try:
             published = ledger.publish(self._root, self._checkpoint_id, self.digest, epoch=self._epoch)
         except PublishUnknown:
@@ -71,9 +80,10 @@ class Publication:
         self.unknown = False
 
     async def find_out(self, deadline: Deadline) -> None:
-        """Read the root again: afterwards `number` says whether it is published. Raises what reading raises."""
+        """Read the root again: afterwards `number` says whether it is published, unless it is `unknown` still, since
+        a thread that was given up may publish it yet. Raises what reading raises."""
         number = await in_thread(
             lambda: ledger.publication_number(self._root, self._checkpoint_id), "reading the sequence", deadline
         )
         self.number = self.number or number
-        self.unknown = False
+        self.unknown = self.number is None and bool(self._appending)

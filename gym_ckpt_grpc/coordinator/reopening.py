@@ -18,6 +18,7 @@ from gym_ckpt_grpc.coordinator.events import EventKind
 from gym_ckpt_grpc.coordinator.fanout import RESUME_STAGES, in_stages, with_head_start
 from gym_ckpt_grpc.coordinator.member import Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
+from gym_ckpt_grpc.coordinator.result import CheckpointState
 from gym_ckpt_grpc.coordinator.session import Session
 from gym_ckpt_grpc.protocol.errors import ControlError, InternalError, OutOfTime
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
@@ -34,7 +35,8 @@ KEEPALIVE_GRACE = 15.0
 class Reopening:
     """Resume of one checkpoint at its members. Each call is a task of the session, so it may outlive the caller.
 
-    outcomes: those known so far. last_open: monotonic seconds of the last good reply, or None. replaced: members
+    outcomes: those known so far. begun: monotonic seconds of the first sending, or None. last_open: of the last good
+    reply, or None. replaced: members
     whose place another process has; it is open, but nothing of the checkpoint is in it.
     """
 
@@ -47,6 +49,7 @@ class Reopening:
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._last_failure: dict[str, ControlError] = {}
         self.outcomes: dict[str, Outcome[Any]] = {}
+        self.begun: float | None = None
         self.last_open: float | None = None
         self.replaced: list[ParticipantIdentity] = []
 
@@ -60,14 +63,17 @@ class Reopening:
 
         One outcome per member, in their order. Cancelling it leaves the calls to the session.
         """
+        self.begun = self.begun or time.monotonic()
         stages = in_stages(self._members, RESUME_STAGES)
         await with_head_start(stages, self._start, grace=min(self._session.settings.stage_grace, deadline.left()))
         if self._settled:
             await asyncio.wait(self._settled.values(), timeout=deadline.left())
         outcomes = [self._outcome(member) for member in self._members]
         failed = [outcome for outcome in outcomes if outcome.error]
-        text = f"pending: {describe(failed)}" if failed else f"{len(outcomes)} participants are open"
-        self._session.events.add(EventKind.RESUME, text, checkpoint_id=self._checkpoint_id)
+        kept = "; their records are in memory, nothing is durable yet" if self._keep_write else ""
+        text = f"pending: {describe(failed)}" if failed else f"{len(outcomes)} participants are open{kept}"
+        released = CheckpointState.RELEASED if kept and not failed else CheckpointState.UNSPECIFIED
+        self._session.events.add(EventKind.RESUME, text, checkpoint_id=self._checkpoint_id, state=released)
         return outcomes
 
     def _start(self, member: Member) -> asyncio.Future[Any]:

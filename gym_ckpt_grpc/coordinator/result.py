@@ -1,11 +1,14 @@
-"""How a checkpoint ended, and how long its parts took."""
+"""How a checkpoint ended."""
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from dataclasses import dataclass, field
 
+from gym_ckpt_grpc.coordinator.timing import Timing
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
+from gym_ckpt_grpc.storage import RetentionOutcome
 
 
 class CheckpointState(enum.IntEnum):
@@ -19,39 +22,21 @@ class CheckpointState(enum.IntEnum):
     ABORTED = 5
     STOPPED = 6
     RESTORED = 7
-
-
-@dataclass(slots=True)
-class Timing:
-    """Seconds that each operation took, retries and repeats included; 0 for one that did not run.
-
-    first_closed, last_opened: monotonic seconds of the first Prepare sent and the last good Resume reply.
-    """
-
-    prepare: float = 0.0
-    capture: float = 0.0
-    commit: float = 0.0
-    publish: float = 0.0
-    resume: float = 0.0
-    first_closed: float | None = None
-    last_opened: float | None = None
-
-    @property
-    def pause_ms(self) -> float:
-        """Milliseconds from the first closing to the last opening, by the coordinator's own count."""
-        if self.first_closed is None or self.last_opened is None:
-            return 0.0
-        return (self.last_opened - self.first_closed) * 1000
+    RELEASED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
     """What is known once the block has ended.
 
-    state: PUBLISHED, ABORTED or STOPPED. sequence_number: 0 if it is not published. records, bytes: of all parts.
+    state: PUBLISHED, ABORTED or STOPPED. sequence_number: 0 if it is not published. records: of all parts. bytes:
+    written by this checkpoint; state_bytes: of all payloads, as they were encoded, wherever they are. chain: how many
+    incremental checkpoints it is away from a full one. base: the id of the one that it was told to refer to, or empty.
     continued, restarts: counts of rollouts. resume_pending: participants whose Resume goes on in the background
     (their lease reopens them in the end). replaced: processes found in the place of a member at the Resume.
-    notes: what went wrong in the exit, for people.
+    failure: why nothing of it is durable though the fleet was released, and what stands instead; else empty.
+    notes: what went wrong in the exit, for people. retention: the task that removes older checkpoints, which gives its
+    outcome and never fails; None where retention was not asked for, or nothing was published, or the trainer stops.
     """
 
     checkpoint_id: str
@@ -61,9 +46,14 @@ class CheckpointResult:
     manifest_digest: str = ""
     records: int = 0
     bytes: int = 0
+    state_bytes: int = 0
+    chain: int = 0
+    base: str = ""
     continued: int = 0
     restarts: int = 0
     resume_pending: tuple[ParticipantIdentity, ...] = ()
     replaced: tuple[ParticipantIdentity, ...] = ()
+    failure: str = ""
     notes: tuple[str, ...] = ()
+    retention: asyncio.Task[RetentionOutcome] | None = None
     timing: Timing = field(default_factory=Timing)

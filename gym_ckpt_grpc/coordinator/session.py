@@ -13,28 +13,33 @@ from google.protobuf.message import Message
 from gym_ckpt_grpc.control import EpisodeListKind, wire
 from gym_ckpt_grpc.coordinator.calls import Retries, call
 from gym_ckpt_grpc.coordinator.deadlines import Deadline
+from gym_ckpt_grpc.coordinator.encoded import Encoded
 from gym_ckpt_grpc.coordinator.events import EventKind, Events
 from gym_ckpt_grpc.coordinator.fanout import fan_out, until_done
 from gym_ckpt_grpc.coordinator.fleet import Discovery
 from gym_ckpt_grpc.coordinator.holds import Hold, Holds
+from gym_ckpt_grpc.coordinator.incremental import MAX_CHAIN
 from gym_ckpt_grpc.coordinator.lists import list_episodes
 from gym_ckpt_grpc.coordinator.looking import MISTAKES, Membership, Sighting, look, membership
 from gym_ckpt_grpc.coordinator.member import Connections, Credentials, Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.coordinator.renewal import Renewal
 from gym_ckpt_grpc.coordinator.replacement import Replacements
+from gym_ckpt_grpc.coordinator.retaining import Retaining
 from gym_ckpt_grpc.coordinator.threads import in_thread
 from gym_ckpt_grpc.protocol.errors import ControlError, StaleController, UsageError, WorkerUnavailable
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.protocol.ids import EpisodeId
-from gym_ckpt_grpc.storage import CheckpointRoot, Claim, Pin
+from gym_ckpt_grpc.storage import CheckpointRoot, Claim, Pin, Retention
 from gymckpt.v1 import participant_pb2
 
 T = TypeVar("T")
-Request = Callable[[Member, float], Message]
+Request = Callable[[Member, float], Message | Encoded]
 """Makes a member's request from the seconds that one try has."""
 Heard = Callable[[Outcome[Any]], None]
 
+UNPIN_LIMIT = 5.0
+"""Seconds for letting a restore's source go; the checkpoint is published by then, and the fleet may wait for it."""
 MAX_RETIRE = 1000
 """Episodes of one Retire call."""
 
@@ -49,12 +54,15 @@ class Block(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All in seconds, finite and positive. See `Coordinator`."""
+    """See `Coordinator`. Times are seconds, finite and positive."""
 
     lease_ttl: float = 30.0
     discovery_timeout: float = 60.0
     exit_timeout: float = 30.0
     stage_grace: float = 0.3
+    incremental: bool = False
+    max_chain: int = MAX_CHAIN
+    retention: Retention | None = None
 
 
 class Session:
@@ -95,6 +103,7 @@ class Session:
         """Holds the checkpoint that this run was restored from, until its first publication."""
         self.marks: dict[str, int] = {}
         """rollout -> highest attempt retired through this coordinator and not forgotten."""
+        self.retaining = Retaining(self, settings.retention)
         self.background: set[asyncio.Task[Any]] = set()
         self.connections = Connections(credentials)
         self.renewal = Renewal(Holds(self._on_lost), credentials, self.context)
@@ -314,14 +323,21 @@ class Session:
         return lambda member, seconds: participant_pb2.RetireRequest(context=context, episodes=columns)
 
     async def unpin(self) -> None:
-        """Let the source of this run's restore go; a failure is an event, since a later publication voids it."""
-        if (pin := self.pin) is None:
-            return
+        """Let the sources of this run's restores go, also those that another process of it has pinned.
+
+        A failure is an event: a publication of a higher epoch voids them.
+        """
+
+        def unpin() -> None:
+            for pin in self.root.pins():
+                if pin.epoch == self.epoch:
+                    self.root.unpin(pin)
+
         try:
-            await in_thread(lambda: self.root.unpin(pin), "unpinning")
+            await in_thread(unpin, "unpinning", Deadline(UNPIN_LIMIT))
             self.pin = None
         except ControlError as error:
-            self.events.add(EventKind.RETENTION, f"{pin.checkpoint_id} is still pinned: {error}")
+            self.events.add(EventKind.RETENTION, f"what this run was restored from is still pinned: {error}")
 
     # ---- tasks that go on after their operation
 

@@ -32,6 +32,7 @@ class Step(enum.Enum):
     PREPARING = "preparing"
     PREPARED = "prepared"
     CAPTURED = "captured"
+    RELEASED = "released"
     COMMITTED = "committed"
     PUBLISHED = "published"
     RESTORED = "restored"
@@ -115,7 +116,8 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     checkpoint_id: of the checkpoint, or of the restore itself. claim: number of the epoch's entry in the root.
     fleet: as `Fleet.to_mapping`. scope: capture keys, once fixed by a Capture. restarts, excluded, set_aside: what
-    Prepare learned. draft: once committed. source: the checkpoint that is restored; targets: as what it is
+    Prepare learned. base: the `base_checkpoint_uri` of its Commits, empty for none, null while it is not chosen.
+    draft: once committed. source: the checkpoint that is restored; targets: as what it is
     installed. marks: rollout -> highest attempt retired and not forgotten. lease_left, written_at: seconds that the
     holder counted, and the wall clock when it did; for people only, never decided by.
     """
@@ -139,6 +141,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     set_aside: dict[str, str] = {}
     stop: bool = False
     on_stop: Literal["close", "retire"] = "close"
+    base: str | None = None
     draft: DraftState | None = None
     sequence_number: Count = 0
     source: str = ""

@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from gym_ckpt_grpc.coordinator import ledger
 from gym_ckpt_grpc.coordinator.committing import Committing, Settled
 from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
+from gym_ckpt_grpc.coordinator.destination import Destination, take_destination
 from gym_ckpt_grpc.coordinator.detaching import members_of, renew, state_of, take_up
 from gym_ckpt_grpc.coordinator.errors import CaptureFailed, CommitFailed, FleetError, NotPrepared, describe
 from gym_ckpt_grpc.coordinator.events import EventKind
@@ -26,14 +28,16 @@ from gym_ckpt_grpc.coordinator.member import Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures, in_listing_order
 from gym_ckpt_grpc.coordinator.preparing import Preparing
 from gym_ckpt_grpc.coordinator.publication import Publication
+from gym_ckpt_grpc.coordinator.released import release_limit, require_kept, write_failed
 from gym_ckpt_grpc.coordinator.reopening import Reopening
 from gym_ckpt_grpc.coordinator.report import EXCLUDED, LOST, RESTART, FleetReport
-from gym_ckpt_grpc.coordinator.result import CheckpointResult, Timing
+from gym_ckpt_grpc.coordinator.result import CheckpointResult, CheckpointState
 from gym_ckpt_grpc.coordinator.session import Session
 from gym_ckpt_grpc.coordinator.session_state import DraftState, SessionState, Step, episodes, keys
 from gym_ckpt_grpc.coordinator.takeover import settle_open
 from gym_ckpt_grpc.coordinator.threads import in_thread
-from gym_ckpt_grpc.protocol.errors import ControlError, StaleController, UsageError
+from gym_ckpt_grpc.coordinator.timing import Timing
+from gym_ckpt_grpc.protocol.errors import GymCkptError, StaleController, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import AggregateManifest, Payload
 
@@ -45,8 +49,8 @@ class Checkpoint:
     """One checkpoint of a fleet. Made by `Coordinator.checkpoint`; sends nothing before `prepare`.
 
     report: what Prepare learned. outcomes: per operation, one outcome per participant called, the last one heard.
-    continued, restarts: what became of the scope. result: set when the block has ended. All hold what is known,
-    also after a failure.
+    continued, restarts: what became of the scope. failure: why its write failed after the release, or empty. result:
+    set when the block has ended. All hold what is known, also after a failure.
     """
 
     def __init__(
@@ -62,6 +66,10 @@ class Checkpoint:
         self.stop = False
         self.on_stop: OnStop = "close"
         self.reopening: Reopening | None = None
+        self.released = False
+        self.failure = ""
+        self.base_uri: str | None = None
+        """`base_checkpoint_uri` of its Commits, empty for none; None while it is not chosen."""
         self.publication = Publication(session.root, checkpoint_id, session.epoch)
         self.step = Step.NEW
         self.members: list[Member] = []
@@ -73,8 +81,11 @@ class Checkpoint:
         self._deadline = Deadline(self._seconds)
         self._outcomes: dict[str, dict[str, Outcome[Any]]] = {}
         self._scope: tuple[EpisodeId, ...] = ()
-        self._uri = ""
+        self._destination: Destination | None = None
         self._draft: ledger.Draft | None = None
+        self._columns: Committing | None = None
+        self._commit_sent = False
+        self._incremental = False
 
     @property
     def outcomes(self) -> Mapping[str, list[Outcome[Any]]]:
@@ -90,6 +101,11 @@ class Checkpoint:
     def scope(self) -> tuple[EpisodeId, ...]:
         """The scope given to `capture` or `commit`."""
         return self._scope
+
+    @property
+    def base_id(self) -> str:
+        """The checkpoint that it was told to refer to; empty for none, or while that is not chosen."""
+        return (self.base_uri or "").rpartition("/")[2]
 
     def hear(self, outcomes: Iterable[Outcome[Any]]) -> None:
         """Keep outcomes that were heard outside an operation."""
@@ -140,8 +156,8 @@ class Checkpoint:
     async def prepare(self, *, ready_within: float = 30.0) -> FleetReport:
         """Close the fleet at a safe cut, stage by stage. May be called again after NotPrepared.
 
-        ready_within: seconds, divided over the stages. Raises NotPrepared (with the report), PrepareFailed,
-        DiscoveryFailed, LeaseLost, StaleController.
+        The root is checked before anything is closed. ready_within: seconds, divided over the stages. Raises
+        NotPrepared (with the report), PrepareFailed, DiscoveryFailed, LeaseLost, StaleController, StateUnwritable.
         """
         self._require("prepare", Step.NEW, Step.PREPARING)
         positive_seconds("ready_within", ready_within)
@@ -159,18 +175,21 @@ class Checkpoint:
             await self._guarded(self._capture())
 
     async def reopen(self) -> list[Outcome[Any]]:
-        """Reopen the fleet while records wait to be written: Resume(keep_write). After `capture` only.
+        """Release the fleet while records wait to be written: Resume(keep_write). After `capture` only.
 
-        The Commit must be sent within `lease_ttl` of it.
+        The Commit must be sent within `lease_ttl` of it. What arrives from here on is of the live run, not of the
+        checkpoint. A participant that has not answered within a third of `lease_ttl` is tried on in the background.
         """
-        self._require("reopen", Step.CAPTURED)
+        self._require("reopen", Step.CAPTURED, Step.RELEASED)
         self._session.check()
-        if self.reopening is None:
-            self.reopening = Reopening(self._session, self.id, self.members, keep_write=True)
-            outcomes = await self.reopening.run(self._deadline.within(self._session.settings.exit_timeout))
-            self.hear(outcomes)
-            self.timing.last_opened = self.reopening.last_open
-        return self.outcomes["Resume"]
+        if self.step is Step.CAPTURED:
+            if self.reopening is None:
+                self.reopening = Reopening(self._session, self.id, self.members, keep_write=True)
+            self.released = True
+            self.hear(await self.reopening.run(self._deadline.within(release_limit(self._session))))
+            self.timing.released_at = self.reopening.last_open
+            self.step = Step.RELEASED
+        return self.outcomes.get("Resume", [])
 
     async def commit(
         self,
@@ -180,28 +199,34 @@ class Checkpoint:
         stop: bool = False,
         on_stop: OnStop = "close",
         reopen_when_captured: bool = False,
+        incremental: bool | None = None,
         policy_versions: Mapping[str, str] | None = None,
     ) -> None:
         """Write the scope everywhere; every record is durable afterwards. May be called again after CommitFailed.
 
         trainer: state of the trainer's own, kept in the manifest. stop: the trainer ends after this checkpoint;
-        on_stop: whether the fleet then stays closed, or is reopened and the scope retired. Raises CaptureFailed,
-        CommitFailed, LeaseLost, StaleController; UsageError for another scope than the captured one.
+        on_stop: whether the fleet then stays closed, or is reopened and the scope retired. reopen_when_captured: open
+        the fleet before anything is written; if the write then fails, the newest published checkpoint stands.
+        incremental: do not write again what the newest published checkpoint has; as the coordinator's, if None.
+        Raises CaptureFailed, CommitFailed, LeaseLost, StaleController; UsageError for another scope than the captured
+        one, and for a `stop` that is to be reopened.
         """
-        self._require("commit", Step.PREPARED, Step.CAPTURED)
+        self._require("commit", Step.PREPARED, Step.CAPTURED, Step.RELEASED)
         scope = tuple(scope)
         if on_stop not in ("close", "retire"):
             raise UsageError(f"on_stop is {on_stop!r}; valid: 'close', 'retire'")
+        if stop and (reopen_when_captured or self.released):
+            raise UsageError("stop keeps the fleet closed until it is published: it cannot be reopened before")
         self._take_scope(scope)
         self.stop, self.on_stop = stop, on_stop
-        if self.step is Step.PREPARED or "Capture" not in self._outcomes:
+        self._incremental = self._session.settings.incremental if incremental is None else incremental
+        if self.step is Step.PREPARED or (self.step is Step.CAPTURED and "Capture" not in self._outcomes):
             # Captured by another process: the replies are asked for again, and replayed.
             with self._timed("capture"):
                 await self._guarded(self._capture())
         if reopen_when_captured:
             await self.reopen()
-        with self._timed("commit"):
-            settled = await self._guarded(self._commit())
+        settled = await self._written()
         self._draft = ledger.Draft(
             checkpoint_id=self.id,
             run_id=self._session.run_id,
@@ -233,11 +258,12 @@ class Checkpoint:
                 self._session.note(error)
                 raise
         self.step = Step.PUBLISHED
+        self.timing.published_at = self.timing.published_at or time.monotonic()
         text = f"published as number {number}"
         await self._session.unpin()
         if self.publication.latest_error:
             text += f"; LATEST was not moved: {self.publication.latest_error}"
-        self._session.events.add(EventKind.PUBLICATION, text, checkpoint_id=self.id)
+        self._tell(EventKind.PUBLICATION, text, CheckpointState.PUBLISHED)
         return number
 
     # ---- from one process to the next
@@ -257,6 +283,7 @@ class Checkpoint:
             set_aside={episode.capture_key: reason for episode, reason in self.report.set_aside.items()},
             stop=self.stop,
             on_stop=self.on_stop,
+            base=self.base_uri,
             draft=DraftState.of(self._draft) if self._draft else None,
             sequence_number=self.publication.number or 0,
         )
@@ -265,16 +292,15 @@ class Checkpoint:
         """Leave the checkpoint open: the block then ends without a Resume, and the epoch is not released.
 
         Another process goes on with the state returned (`Coordinator.attach`), within `lease_ttl`, which is renewed
-        here; after that the participants open by themselves. If the block ends by an exception all the same, it
-        reopens the fleet as ever. Raises LeaseLost where the checkpoint needs a lease that is gone,
-        StaleController; UsageError after `reopen`, since no lease covers what is kept.
+        here; after that the participants open by themselves. After the release no lease is left to be renewed: the
+        other process has to send its Commit within `lease_ttl` of the one that failed here. If the block ends by an
+        exception all the same, it reopens the fleet as ever. Raises LeaseLost where the checkpoint needs a lease that
+        is gone, StaleController.
         """
-        steps = (Step.PREPARING, Step.PREPARED, Step.CAPTURED, Step.COMMITTED, Step.PUBLISHED)
-        self._require("detach", *steps)
-        if self.reopening:
-            raise UsageError(f"detach is not possible: {self.id} was reopened")
+        closed = (Step.PREPARING, Step.PREPARED, Step.CAPTURED)
+        self._require("detach", *closed, Step.RELEASED, Step.COMMITTED, Step.PUBLISHED)
         await renew(self._session, self.id, self.members, self._deadline.within(self._session.settings.exit_timeout))
-        if self.step not in (Step.COMMITTED, Step.PUBLISHED):
+        if self.step in closed:
             self._session.require_leases(self.id)
         self._detached = True
         return self.state()
@@ -295,6 +321,7 @@ class Checkpoint:
             set_aside={EpisodeId.from_capture_key(key): reason for key, reason in state.set_aside.items()},
         )
         self.stop, self.on_stop, self.step = state.stop, state.on_stop, state.step
+        self.base_uri, self.released = state.base, state.step is Step.RELEASED
         if state.draft:
             self._draft = state.draft.draft(
                 self.id, run_id=session.run_id, controller_id=session.controller_id, epoch=session.epoch
@@ -310,6 +337,8 @@ class Checkpoint:
     async def _prepare(self, ready_within: float) -> FleetReport:
         session = self._session
         if self.step is Step.NEW:
+            check = partial(ledger.preflight, session.root, incremental=session.settings.incremental)
+            await in_thread(check, "checking the root", self._deadline)
             found = await session.members(self._deadline)
             if found.open_checkpoints():
                 await settle_open(session, found, self._deadline)
@@ -325,7 +354,9 @@ class Checkpoint:
         except NotPrepared as error:
             self.report = error.report
             raise
-        self.step = Step.PREPARED
+        self.step, self.timing.prepared_at = Step.PREPARED, time.monotonic()
+        text = f"prepared: every participant is at its cut after {self.timing.prepared_after or 0.0:.3f} s"
+        self._tell(EventKind.STAGE, text, CheckpointState.PREPARED)
         return self.report
 
     async def _capture(self) -> None:
@@ -334,18 +365,32 @@ class Checkpoint:
         self._exclude(members, captures, CaptureFailed, "Capture")
         self.step = Step.CAPTURED
 
+    async def _written(self) -> Settled:
+        """Commit; a failure after the release says what stands instead."""
+        try:
+            with self._timed("commit"):
+                settled = await self._guarded(self._commit())
+        except GymCkptError as error:
+            if self.step is not Step.RELEASED:
+                raise
+            failure, self.failure = await write_failed(self._session, self.id, error)
+            if failure is error:
+                raise
+            raise failure from error
+        self.failure = ""
+        return settled
+
     async def _commit(self) -> Settled:
         session, committing, members = self._session, self._committing(), self._taking_part()
-        if not self._uri:
-            write = self._intent(members)
-            try:
-                self._uri = await in_thread(write, "writing the intent", self._deadline)
-            except ControlError as error:
-                raise CommitFailed(f"the intent was not written: {error}") from error
-        if not self.reopening:
+        destination = await self._place(members)
+        if not self.released:
             session.require_leases(self.id)
-        commits = await committing.commit(members, self._uri, self._deadline, stop=self.stop)
+        elif self.reopening and not self._commit_sent:
+            require_kept(session, self.reopening)
+        self._commit_sent = True
+        commits = await committing.commit(members, destination, self._deadline, stop=self.stop)
         self._exclude(members, commits, CommitFailed, "Commit")
+        self.timing.durable_at = time.monotonic()
         members = self._taking_part()
         lists = await committing.lists(members, self._deadline)
         self._exclude(members, lists, CommitFailed, "ListEpisodes")
@@ -364,24 +409,24 @@ class Checkpoint:
             self.continued = ()
         for episode, reason in {**dict.fromkeys(self.report.restarts, RESTART), **self.report.set_aside}.items():
             self.restarts.setdefault(episode, reason)
-        text = f"{len(self.continued)} continue, {len(self.restarts)} restart"
-        session.events.add(EventKind.COMMIT, text, checkpoint_id=self.id)
+        text = f"durable: {len(self.continued)} continue, {len(self.restarts)} restart"
+        self._tell(EventKind.COMMIT, text, CheckpointState.COMMITTED)
         return settled
 
-    def _intent(self, members: list[Member]) -> Any:
-        session = self._session
-        return lambda: ledger.write_intent(
-            session.root,
-            self.id,
-            run_id=session.run_id,
-            controller_id=session.controller_id,
-            epoch=session.epoch,
-            members=members,
-            scope=self._scope,
-        )
+    async def _place(self, members: list[Member]) -> Destination:
+        if self._destination is None:
+            base = self.base_uri if self._incremental or self.base_uri else ""
+            self._destination = await take_destination(
+                self._session, self.id, members, self._scope, self._deadline, base_uri=base
+            )
+            self.base_uri = self._destination.base_uri
+        return self._destination
 
     def _committing(self) -> Committing:
-        return Committing(self._session, self.id, self._scope, self._hear)
+        """One for Capture and Commit: the columns of a long scope are made once."""
+        if self._columns is None:
+            self._columns = Committing(self._session, self.id, self._scope, self._hear)
+        return self._columns
 
     def _taking_part(self) -> list[Member]:
         return [member for member in self.members if member.name not in self.report.excluded]
@@ -410,10 +455,13 @@ class Checkpoint:
         episodes = tuple(scope)
         if len({episode.rollout_id for episode in episodes}) != len(episodes):
             raise UsageError("the scope names a rollout twice")
-        if self.step is Step.CAPTURED and set(episodes) != set(self._scope):
+        if self.step in (Step.CAPTURED, Step.RELEASED) and set(episodes) != set(self._scope):
             raise UsageError("the scope is another one than was captured")
         if self.step is Step.PREPARED:
-            self._scope = episodes
+            self._scope, self._columns = episodes, None
+
+    def _tell(self, kind: EventKind, text: str, state: CheckpointState = CheckpointState.UNSPECIFIED) -> None:
+        self._session.events.add(kind, text, checkpoint_id=self.id, state=state)
 
     def _hear(self, outcome: Outcome[Any]) -> None:
         self._outcomes.setdefault(outcome.operation, {})[outcome.name] = outcome

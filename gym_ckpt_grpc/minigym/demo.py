@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from gym_ckpt_grpc.auth import TokenFile
-from gym_ckpt_grpc.coordinator import CheckpointResult, CheckpointState, Coordinator, FleetReport
+from gym_ckpt_grpc.coordinator import CheckpointResult, CheckpointState, Coordinator, FleetReport, Timing
 from gym_ckpt_grpc.minigym.deployment import TICK, Deployment
 from gym_ckpt_grpc.minigym.evidence import Evidence, judge, turns_begun
 from gym_ckpt_grpc.minigym.partial_restore import restore_without
@@ -44,6 +44,9 @@ SETTLE_WITHIN = 5.0
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's result. Rollout counts; tokens and turns from the worker's log; pause_ms: admission closed.
 
+    cut_ms: of that, the wait for the safe cut. durable_ms, published_ms: from the first closing until every part was
+    synced, and until the checkpoint was published, both while the fleet works on.
+
     continued: in flight at the checkpoint, and went on from it. lost: without a result at the end. different:
     whose transcript, tool results, final state or reward are not those of the twin. tokens_saved: of whole turns;
     tokens_kept: of `generations_continued` generations that the checkpoint cut in the middle.
@@ -62,6 +65,9 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     turns_saved: int
     generations_continued: int
     pause_ms: float
+    cut_ms: float
+    durable_ms: float
+    published_ms: float
     bytes: int
 
     @property
@@ -162,7 +168,7 @@ class Demo:
                 await _settle(trainer, report)
                 scope = report.continued(trainer.in_flight.values())
                 finished = dict(trainer.results)
-                await checkpoint.commit(scope)
+                await checkpoint.commit(scope, reopen_when_captured=True)
                 await checkpoint.publish()
             result = checkpoint.result
         assert result is not None, "the block has ended"
@@ -170,8 +176,9 @@ class Demo:
             raise DemoFailed(f"the checkpoint ended as {result.state.name}: {'; '.join(result.notes)}")
         self.watcher.say(
             f"published {result.checkpoint_id}: {len(scope)} rollouts in flight, {len(finished)} finished before, "
-            f"{result.records} records, admission closed for {result.timing.pause_ms:.0f} ms"
+            f"{result.records} records"
         )
+        self.watcher.say(f"its moments, from the first closing on: {_moments(result.timing)}")
         return Cut(finished, tuple(scope), result)
 
     async def _second_life(
@@ -248,6 +255,16 @@ async def _settle(trainer: Trainer, report: FleetReport) -> None:
         await asyncio.sleep(POLL)
 
 
+def _moments(timing: Timing) -> str:
+    moments = {
+        "prepared": timing.prepared_after,
+        "released": timing.released_after,
+        "durable": timing.durable_after,
+        "published": timing.published_after,
+    }
+    return ", ".join(f"{name} after {1000 * (seconds or 0.0):.0f} ms" for name, seconds in moments.items())
+
+
 def _calls_begun(plan: Deployment) -> int:
     return plan.inference_log.read_bytes().count(b'"event":"start"')
 
@@ -260,6 +277,7 @@ def _report(
     evidence: Evidence,
 ) -> DemoReport:
     names = [task.rollout_id for task in tasks]
+    timing = cut.result.timing
     return DemoReport(
         rollouts=len(names),
         finished_before=len(cut.finished),
@@ -273,6 +291,9 @@ def _report(
         tokens_redone=evidence.tokens_redone,
         turns_saved=evidence.turns_saved,
         generations_continued=evidence.calls_continued,
-        pause_ms=round(cut.result.timing.pause_ms, 1),
+        pause_ms=round(timing.pause_ms, 1),
+        cut_ms=round(timing.cut_ms, 1),
+        durable_ms=round(1000 * (timing.durable_after or 0.0), 1),
+        published_ms=round(1000 * (timing.published_after or 0.0), 1),
         bytes=cut.result.bytes,
     )

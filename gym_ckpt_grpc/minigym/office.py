@@ -87,8 +87,11 @@ class Table:
         columns = []
         for name, kind in self.types.items():
             values = self.columns[name]
-            nan = [at for at, value in enumerate(values) if isinstance(value, float) and math.isnan(value)]
-            kept = [None if at in set(nan) else value for at, value in enumerate(values)]
+            # NaN is the only value that differs from itself.
+            nan = [at for at, value in enumerate(values) if value != value]
+            kept = list(values)
+            for at in nan:
+                kept[at] = None
             columns.append({"name": name, "type": kind, "values": kept, "nan": nan})
         return {"index": list(self.index), "columns": columns}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gym_ckpt_grpc.minigym.office import PEOPLE, Label, Office
 from gym_ckpt_grpc.minigym.resources_server import ResourcesServer, UnknownSession, built_aside, choice_tool
-from gym_ckpt_grpc.participants import ResourcesMode, RestoredState, VerifyMode
+from gym_ckpt_grpc.participants import ResourcesMode, RestoredState, SessionRevisions, VerifyMode
 
 DAYS = [1, 2, 3, 4, 5]
 
@@ -35,10 +35,12 @@ class OfficeServer(ResourcesServer):
 
     def __init__(self) -> None:
         self._offices: dict[str, Office] = {}
+        self._revisions = SessionRevisions()
 
     def open(self, session_id: str, setup: Mapping[str, Any]) -> None:
         _goal(setup)
         self._offices[session_id] = Office.furnished(setup["seed"])
+        self._revisions.changed(session_id)
 
     def call(self, session_id: str, tool: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         known = next((each["function"] for each in TOOLS if each["function"]["name"] == tool), None)
@@ -49,6 +51,7 @@ class OfficeServer(ResourcesServer):
         if not any(type(value) is type(each) and value == each for each in choices):
             raise ValueError(f"{parameter} is {value!r}, not one of {choices}")
         office = self._office(session_id)
+        self._revisions.changed(session_id)
         label = _TOOLS[tool](office, value)
         return {"label": label, "points": office.points()}
 
@@ -58,13 +61,21 @@ class OfficeServer(ResourcesServer):
 
     def close(self, session_id: str) -> None:
         self._offices.pop(session_id, None)
+        self._revisions.ended(session_id)
+
+    def session_revisions(self) -> Mapping[str, int]:
+        """A number per session that differs whenever its tables may: they are encoded ahead of a checkpoint."""
+        return self._revisions.current()
 
     async def export_sessions(self, session_ids: Sequence[str]) -> Mapping[str, Any]:
         return {each: self._offices[each].export() for each in session_ids if each in self._offices}
 
     async def restore_sessions(self, sessions: Sequence[RestoredState]) -> None:
         """Rebuild all tables of all sessions in a thread; only then are they here."""
-        self._offices.update(await asyncio.to_thread(built_aside, sessions, Office.from_state))
+        built = await asyncio.to_thread(built_aside, sessions, Office.from_state)
+        self._offices.update(built)
+        for session_id in built:
+            self._revisions.changed(session_id)
 
     def _office(self, session_id: str) -> Office:
         try:

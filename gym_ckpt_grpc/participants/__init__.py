@@ -39,6 +39,7 @@ from gym_ckpt_grpc.participants.resource_sessions import session_from_header as 
 from gym_ckpt_grpc.participants.resources import ResourcesOwner as ResourcesOwner
 from gym_ckpt_grpc.participants.resources import ResourcesSettings as ResourcesSettings
 from gym_ckpt_grpc.participants.restart_only import RestartOnlyOwner as RestartOnlyOwner
+from gym_ckpt_grpc.participants.revisions import SessionRevisions as SessionRevisions
 from gym_ckpt_grpc.participants.steps import StepMode as StepMode
 from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks as ResourcesHooks
 from gym_ckpt_grpc.participants.verify_mode import ResourcesMode as ResourcesMode

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from gym_ckpt_grpc.control.budget import Budget
-from gym_ckpt_grpc.control.ports import Closing, EpisodeListKind, Opening, OwnerDefaults, OwnerPort, RecordBatch
+from gym_ckpt_grpc.control.ports import (
+    Closing,
+    EpisodeListKind,
+    Opening,
+    OwnerDefaults,
+    OwnerPort,
+    Pace,
+    Precopied,
+    RecordBatch,
+)
 from gym_ckpt_grpc.participants.activations import Invocation
 from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, Held
 from gym_ckpt_grpc.participants.agent_runs import AgentRuns, RunContext
@@ -30,6 +39,7 @@ from gym_ckpt_grpc.participants.episode_context import CLEANUP_LIMIT
 from gym_ckpt_grpc.participants.episode_runs import EpisodeLimits
 from gym_ckpt_grpc.participants.gates import RouteGate
 from gym_ckpt_grpc.participants.names import DataPlaneNames
+from gym_ckpt_grpc.participants.records import plain
 from gym_ckpt_grpc.participants.reports import batches, make_report, run_side_by_side
 from gym_ckpt_grpc.participants.seeds import Seed, Seeds
 from gym_ckpt_grpc.participants.session_table import SessionTable
@@ -208,7 +218,7 @@ class AgentOwner(OwnerDefaults):
 
     async def _activation(self, session: Session, loop: Loop, continuation: Any, number: int | None) -> Any:
         assert session.live is not None, "set before the task's first turn"
-        reply = await loop(SessionContext(session, session.live, self._steps), continuation)
+        reply = await loop(SessionContext(session, session.live, self._steps), plain(continuation))
         session.index.complete(number, reply)
         return reply
 
@@ -330,6 +340,9 @@ class AgentOwner(OwnerDefaults):
         for batch in batches(found):
             yield batch
 
+    async def precopy(self, pace: Pace) -> Precopied:
+        return await self._state.precopy.run(pace)
+
     async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
         async for records in self._state.export(scope):
             yield RecordBatch(records)
@@ -368,6 +381,9 @@ class AgentOwner(OwnerDefaults):
 
     async def delete_restored(self, episode: EpisodeId) -> None:
         await self._state.delete_restored(episode)
+
+    def status_extra(self) -> Mapping[str, str]:
+        return self._state.precopy.counts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from gym_ckpt_grpc.participants.agent_sessions import AgentHooks, RestoredSessio
 from gym_ckpt_grpc.participants.episode_context import EpisodeContext
 from gym_ckpt_grpc.participants.episode_runs import EpisodeLimits, run_episode
 from gym_ckpt_grpc.participants.names import DataPlaneNames
-from gym_ckpt_grpc.participants.records import AgentRecord
+from gym_ckpt_grpc.participants.records import AgentRecord, content_type, plain
 from gym_ckpt_grpc.participants.reports import covers
 from gym_ckpt_grpc.participants.session_table import SessionTable
 from gym_ckpt_grpc.participants.steps import Live, StepTracker
@@ -157,7 +157,13 @@ class AgentRuns:
         claiming = session.claiming = asyncio.get_running_loop().create_future()
         try:
             if record.protocol_boundary is not None:  # else it starts over from its input
-                state = RestoredSession(session.key, session.episode, record.session, session.cookie_session_id)
+                state = RestoredSession(
+                    session.key,
+                    session.episode,
+                    plain(record.session),
+                    session.cookie_session_id,
+                    content_type(record.session),
+                )
                 await self.hooks.restore_sessions([state])
             self._check_retired(session)
             boundary = record.protocol_boundary

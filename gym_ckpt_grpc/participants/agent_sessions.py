@@ -30,19 +30,28 @@ class RestoredSession:
     """A session to install: its key, the episode it belongs to from now on, and the state its author exported.
 
     cookie_session_id: of a legacy run, the id that its author's own cookie had in the crashed attempt, or None.
+    content_type: of RAW state (`storage.raw`), which comes back as bytes; empty for any other.
     """
 
     key: str
     episode: EpisodeId
     state: Any
     cookie_session_id: str | None = None
+    content_type: str = ""
 
 
 class AgentHooks(Protocol):
-    """What the author of an agent writes. All of a checkpoint or restore comes in one call."""
+    """What the author of an agent writes. All of a checkpoint or restore comes in one call.
+
+    An optional `session_revisions(self) -> Mapping[str, int]` is as for a resources server (`ResourcesHooks`).
+    """
 
     async def export_sessions(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """State of each session, JSON-able and not changed afterwards."""
+        """State of each session, JSON-able or `storage.raw` bytes, and not changed afterwards.
+
+        With `session_revisions` it is also called while admission is open, for a few sessions at a time and beside
+        the loops that change them, and may be cancelled at any of its awaits.
+        """
 
     async def restore_sessions(self, sessions: Sequence[RestoredSession]) -> None:
         """Check all, then install all. Raise InvalidState naming an episode whose state is unusable."""

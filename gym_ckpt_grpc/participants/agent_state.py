@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gym_ckpt_grpc.control.budget import Budget
@@ -16,17 +16,16 @@ from gym_ckpt_grpc.participants.agent_sessions import RUN_PREFIX, AgentHooks, Re
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.hooks import within
 from gym_ckpt_grpc.participants.overlap import check_overlap, naming_sources, targets_of
-from gym_ckpt_grpc.participants.records import AgentRecord
+from gym_ckpt_grpc.participants.precopy import Cut, Precopy
+from gym_ckpt_grpc.participants.records import AgentRecord, content_type, plain
 from gym_ckpt_grpc.participants.reports import run_side_by_side
 from gym_ckpt_grpc.participants.seeds import Seeds
 from gym_ckpt_grpc.participants.session_table import SessionTable, free_each
+from gym_ckpt_grpc.participants.slices import in_slices
 from gym_ckpt_grpc.participants.steps import StepState, StepTracker, value_of
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import BlockerReason
 from gym_ckpt_grpc.storage import Record
-
-EXPORT_SLICE = 32
-"""Sessions whose boundary functions run between two turns of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,17 @@ class AgentState:
     sessions: SessionTable[Session]
     seeds: Seeds
     runs: AgentRuns
+    precopy: Precopy = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precopy", Precopy(self.hooks, self._episode_of, "session"))
+        self.sessions.turned = self.precopy.drop
+
+    def _episode_of(self, key: str) -> EpisodeId | None:
+        session = self.sessions.get(key)
+        if session is None or session.retired or session.closing is not None or session.record is not None:
+            return None
+        return session.episode
 
     async def export(self, scope: EpisodeScope) -> AsyncIterator[list[Record]]:
         """Records of the scope's sessions and runs, in slices. Raises HookFailed naming an episode."""
@@ -58,13 +68,11 @@ class AgentState:
         # As of now: while the author gives the states, an activation may begin, end, or be stopped.
         taken = [_Taken.of(each, at_boundary) for each in here if each.record is None]
         asked = [each.key for each in taken if not each.starts_over]
-        states = await self.hooks.export_sessions(asked) if asked else {}
-        for start in range(0, len(taken), EXPORT_SLICE):
-            yield [each.record(states).to_record() for each in taken[start : start + EXPORT_SLICE]]
-            await asyncio.sleep(0)
-        for start in range(0, len(unclaimed), EXPORT_SLICE):
-            yield [each.to_record() for each in unclaimed[start : start + EXPORT_SLICE]]
-            await asyncio.sleep(0)
+        cut = await self.precopy.cut(asked)
+        async for records in in_slices(each.to_record(cut) for each in taken):
+            yield records
+        async for records in in_slices(each.to_record() for each in unclaimed):
+            yield records
 
     def _exported(self, session: Session, scope: EpisodeScope, at_boundary: Mapping[Any, Any]) -> bool:
         if session.episode not in scope or session.retired or session.closing is not None:
@@ -89,7 +97,10 @@ class AgentState:
                 raise InvalidState(f"session {made.session_key} of {record.episode} exists already", record.episode)
             sessions[made.session_key] = (_session(made, target), made.session)
         if sessions:
-            states = [RestoredSession(each.key, each.episode, state) for each, state in sessions.values()]
+            states = [
+                RestoredSession(each.key, each.episode, plain(state), content_type=content_type(state))
+                for each, state in sessions.values()
+            ]
             with naming_sources(scope):
                 await self.hooks.restore_sessions(states)
         return StagedSessions([session for session, _ in sessions.values()], list(runs.values()))
@@ -198,16 +209,16 @@ class _Taken:
         """Whether it is a run that has no boundary to go on from: then nothing of it is worth keeping."""
         return self.legacy and self.protocol_boundary is None
 
-    def record(self, states: Mapping[str, Any]) -> AgentRecord:
+    def to_record(self, cut: Cut) -> Record:
         """Its record with the author's state. Raises HookFailed if there is none."""
         if self.starts_over:
-            return AgentRecord(self.episode, self.key, None, cookie_session_id=self.cookie_session_id)
-        if self.key not in states:
+            return AgentRecord(self.episode, self.key, None, cookie_session_id=self.cookie_session_id).to_record()
+        if self.key not in cut:
             raise HookFailed(f"export_sessions gave no state for session {self.key}", self.episode)
-        return AgentRecord(
+        made = AgentRecord(
             self.episode,
             self.key,
-            states[self.key],
+            None,
             value_of(self.boundary, self.episode),
             self.seed,
             self.completed,
@@ -216,6 +227,7 @@ class _Taken:
             value_of(self.protocol_boundary, self.episode),
             self.cookie_session_id,
         )
+        return made.to_record(cut.take(self.key, self.episode))
 
 
 def _session(record: AgentRecord, target: EpisodeId) -> Session:

@@ -32,6 +32,7 @@ from gym_ckpt_grpc.participants.names import DataPlaneNames
 from gym_ckpt_grpc.participants.overlap import check_overlap, targets_of
 from gym_ckpt_grpc.participants.records import EnvironmentRecord
 from gym_ckpt_grpc.participants.reports import batches, covers, make_report, run_side_by_side
+from gym_ckpt_grpc.participants.slices import in_slices
 from gym_ckpt_grpc.participants.steps import Live, StepTracker, value_of
 from gym_ckpt_grpc.participants.task_identity import IdentityOf, TaskDigests
 from gym_ckpt_grpc.protocol.errors import RetireIncomplete
@@ -41,8 +42,6 @@ from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Record
 
 T = TypeVar("T")
-EXPORT_SLICE = 64
-"""Records that are built between two turns of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +161,8 @@ class EnvironmentOwner(OwnerDefaults):
     async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
         taken = [self._record_of(live, boundary) for live, boundary in self._steps.exported() if live.episode in scope]
         taken += [record for record in self._restored.values() if record.episode in scope]
-        for start in range(0, len(taken), EXPORT_SLICE):
-            yield RecordBatch([record.to_record() for record in taken[start : start + EXPORT_SLICE]])
-            await asyncio.sleep(0)
+        async for records in in_slices(record.to_record() for record in taken):
+            yield RecordBatch(records)
 
     def _record_of(self, live: Live, boundary: Any) -> EnvironmentRecord:
         digests = self._digests[live]

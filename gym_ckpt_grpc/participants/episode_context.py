@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from gym_ckpt_grpc.participants.names import DataPlaneNames
+from gym_ckpt_grpc.participants.records import plain
 from gym_ckpt_grpc.participants.steps import Live, StepMode, StepTracker
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 class EpisodeContext:
     """One episode as its protocol sees it.
 
-    episode, task: whose and what. restored: the boundary at which to continue, or None to start from the task.
+    episode, task: whose and what. restored: the boundary at which to continue, or None to start from the task; one
+    that was RAW is bytes.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class EpisodeContext:
     ) -> None:
         self.episode = episode
         self.task = task
-        self.restored = restored
+        self.restored = plain(restored)
         self._live = live
         self._steps = steps
         self._names = names
@@ -49,8 +51,8 @@ class EpisodeContext:
     async def boundary(self, state: Any) -> None:
         """Record where the episode is; while a checkpoint is open, wait here until it is over.
 
-        state: JSON-able and not changed afterwards, or a function that gives it as of now. It carries everything
-        that the rest of the episode needs. Raises StaleAttempt if the attempt was retired.
+        state: JSON-able or `storage.raw` bytes and not changed afterwards, or a function that gives it as of now. It
+        carries everything that the rest of the episode needs. Raises StaleAttempt if the attempt was retired.
         """
         await self._steps.boundary(self._live, state)
 

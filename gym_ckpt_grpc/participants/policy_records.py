@@ -16,10 +16,7 @@ from gym_ckpt_grpc.participants.cut_ack import check_evidence
 from gym_ckpt_grpc.participants.records import VERSION, Reader, payload
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.report import MAX_LISTED
-from gym_ckpt_grpc.storage import Record
-
-STAGING_KEYS = "staging_keys"
-"""Label of the index file in a part, and its name among the facts of the manifest."""
+from gym_ckpt_grpc.storage import STAGING_KEYS, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +132,16 @@ def staging_index(records: Iterable[Record], keys_of: Callable[[Row], tuple[str,
                 index.setdefault(named[0] or record.episode.capture_key, set()).add(named[1])
         for cut in found.cuts:
             index.setdefault(record.episode.capture_key, set()).update(cut.staging_keys)
-    keys = sorted(set().union(*index.values()))
-    digest = hashlib.sha256("".join(f"{key}\n" for key in keys).encode()).hexdigest()
+    keys, facts = staging_facts(index)
     return CommitExtra(
-        manifest={STAGING_KEYS: {"count": len(keys), "digest": digest}},
+        manifest={STAGING_KEYS: facts},
         documents={STAGING_KEYS: {capture_key: sorted(index[capture_key]) for capture_key in sorted(index)}},
-        staging_keys=StagingKeys(len(keys), digest, tuple(keys[:MAX_LISTED])),
+        staging_keys=StagingKeys(len(keys), facts["digest"], tuple(keys[:MAX_LISTED])),
     )
+
+
+def staging_facts(index: Mapping[str, Iterable[str]]) -> tuple[list[str], dict[str, Any]]:
+    """All keys of an index, sorted, each once; and their count and digest, as the manifest has them."""
+    keys = sorted(set[str]().union(*index.values()))
+    digest = hashlib.sha256("".join(f"{key}\n" for key in keys).encode()).hexdigest()
+    return keys, {"count": len(keys), "digest": digest}

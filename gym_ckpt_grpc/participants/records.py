@@ -7,12 +7,14 @@ which the control plane reports as STATE_CORRUPT naming the episode. Older versi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from gym_ckpt_grpc.control.ports import HookFailed, InvalidState
 from gym_ckpt_grpc.protocol.ids import EpisodeId
-from gym_ckpt_grpc.storage import Payload, PayloadRefused, Record, encode
+from gym_ckpt_grpc.storage import Codec, Payload, PayloadRefused, Record, encode
 
 VERSION = 1
 """Schema version of what is written: one for all kinds, raised by a change of any."""
@@ -22,11 +24,34 @@ MIGRATIONS: dict[tuple[str, int], Callable[[Record], Record]] = {}
 
 
 def payload(value: Any, episode: EpisodeId, what: str) -> Payload:
-    """Encode state at its hand-over. Raises HookFailed naming the episode for what cannot be kept exactly."""
+    """Encode state at its hand-over; what `storage.raw` made is stored as it is.
+
+    Raises HookFailed naming the episode for what cannot be kept exactly.
+    """
+    if type(value) is Payload and value.codec is Codec.RAW:
+        return value
     try:
         return encode(value, where=f"{what} of {episode}")
     except PayloadRefused as error:
         raise HookFailed(str(error), episode) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An author's state, encoded. revision: the author's number for it, or None."""
+
+    payload: Payload
+    revision: int | None = None
+
+
+def plain(value: Any) -> Any:
+    """State for its author: as it was exported, and of RAW state the bytes."""
+    return value.data if type(value) is Payload else value
+
+
+def content_type(value: Any) -> str:
+    """The content type of RAW state, empty for any other."""
+    return value.content_type if type(value) is Payload else ""
 
 
 class Reader:
@@ -60,11 +85,12 @@ class Reader:
         return value
 
     def state(self, name: str) -> Any:
-        """A payload that must be there, decoded."""
+        """A payload that must be there, decoded; a RAW one as it is, so that it would be written as RAW again."""
         self._left.discard(f"payload {name}")
-        if name not in self._record.payloads:
+        found = self._record.payloads.get(name)
+        if found is None:
             raise self.invalid(f"has no payload {name}")
-        return self._record.decode(name)
+        return found if found.codec is Codec.RAW else self._record.decode(name)
 
     def optional(self, name: str) -> Any:
         """A payload, or None if it is not there."""
@@ -153,8 +179,9 @@ class AgentRecord:
     protocol_boundary: Any = None
     cookie_session_id: str | None = None
 
-    def to_record(self) -> Record:
-        parts = {"session": self.session}
+    def to_record(self, session: Encoded | None = None) -> Record:
+        """As storage keeps it. session: the author's state as it was encoded already, instead of `self.session`."""
+        made = session or Encoded(payload(self.session, self.episode, "session"))
         optional = {
             "boundary": self.boundary,
             "seed": dict(self.seed) or None,
@@ -162,12 +189,13 @@ class AgentRecord:
             "kept_replies": dict(self.kept_replies) or None,
             "protocol_boundary": self.protocol_boundary,
         }
-        parts |= {name: value for name, value in optional.items() if value is not None}
+        parts = {name: value for name, value in optional.items() if value is not None}
         fields: dict[str, Any] = {"session_key": self.session_key, "activations": self.activations}
         if self.cookie_session_id is not None:
             fields["cookie_session_id"] = self.cookie_session_id
-        payloads = {name: payload(value, self.episode, name) for name, value in parts.items()}
-        return Record(self.episode, self.SCHEMA, VERSION, fields=fields, payloads=payloads)
+        payloads = {"session": made.payload}
+        payloads |= {name: payload(value, self.episode, name) for name, value in parts.items()}
+        return Record(self.episode, self.SCHEMA, VERSION, revision=made.revision, fields=fields, payloads=payloads)
 
     @classmethod
     def from_record(cls, record: Record) -> AgentRecord:
@@ -201,14 +229,12 @@ class ResourcesRecord:
     session_id: str
     state: Any = None
 
-    def to_record(self) -> Record:
-        return Record(
-            self.episode,
-            self.SCHEMA,
-            VERSION,
-            fields={"session_id": self.session_id},
-            payloads={"state": payload(self.state, self.episode, "session state")},
-        )
+    def to_record(self, state: Encoded | None = None) -> Record:
+        """As storage keeps it. state: the author's, as it was encoded already, instead of `self.state`."""
+        made = state or Encoded(payload(self.state, self.episode, "session state"))
+        fields = {"session_id": self.session_id}
+        payloads = {"state": made.payload}
+        return Record(self.episode, self.SCHEMA, VERSION, revision=made.revision, fields=fields, payloads=payloads)
 
     @classmethod
     def from_record(cls, record: Record) -> ResourcesRecord:

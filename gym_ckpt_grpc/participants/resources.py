@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gym_ckpt_grpc.control.budget import Budget
-from gym_ckpt_grpc.control.ports import Closing, EpisodeListKind, Opening, OwnerDefaults, OwnerPort, RecordBatch
+from gym_ckpt_grpc.control.ports import (
+    Closing,
+    EpisodeListKind,
+    Opening,
+    OwnerDefaults,
+    OwnerPort,
+    Pace,
+    Precopied,
+    RecordBatch,
+)
 from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, GateRequest, Held, Reply, Visit
 from gym_ckpt_grpc.participants.blocking import Blocking, Clock
 from gym_ckpt_grpc.participants.mcp import SessionTokens
@@ -183,6 +192,7 @@ class ResourcesOwner(OwnerDefaults):
             if episode is not None:
                 self._sessions.claim(episode)
             known.ends_at_open = False
+            self._state.precopy.drop(session_id)  # it may have begun anew
             return
         if known is not None:
             self._drop(known)
@@ -253,6 +263,9 @@ class ResourcesOwner(OwnerDefaults):
         for batch in batches(found):
             yield batch
 
+    async def precopy(self, pace: Pace) -> Precopied:
+        return await self._state.precopy.run(pace)
+
     async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
         async for batch in self._state.export(scope):
             yield batch
@@ -297,4 +310,5 @@ class ResourcesOwner(OwnerDefaults):
             "mode": self.settings.mode.value,
             "verify": self.settings.verify.value,
             "retired_sessions": str(len(self._refused)),
+            **self._state.precopy.counts(),
         }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.ports import InvalidState, RecordBatch
@@ -13,17 +11,16 @@ from gym_ckpt_grpc.participants.admission import Admission, wait_for
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.hooks import within
 from gym_ckpt_grpc.participants.overlap import check_overlap, naming_sources, targets_of
-from gym_ckpt_grpc.participants.records import ResourcesRecord
+from gym_ckpt_grpc.participants.precopy import Precopy
+from gym_ckpt_grpc.participants.records import ResourcesRecord, content_type, plain
 from gym_ckpt_grpc.participants.reports import covers
 from gym_ckpt_grpc.participants.resource_sessions import RefusedSessions, Requests, ResourceSession
 from gym_ckpt_grpc.participants.session_table import SessionTable, free_each
+from gym_ckpt_grpc.participants.slices import in_slices
 from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks, ResourcesMode, RestoredState
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import BlockerReason
 from gym_ckpt_grpc.storage import Record
-
-EXPORT_SLICE = 64
-"""Sessions that are encoded between two turns of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,17 @@ class ResourcesState:
     sessions: SessionTable[ResourceSession]
     requests: Requests
     refused: RefusedSessions
+    precopy: Precopy = field(init=False)
     _gone: dict[str, ResourceSession] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        exporting = self.hooks if self.mode is ResourcesMode.EXPORTED else None
+        self.precopy = Precopy(exporting, self._episode_of, "session state")
+        self.sessions.turned = self.precopy.drop
+
+    def _episode_of(self, key: str) -> EpisodeId | None:
+        session = self.sessions.get(key)
+        return session.episode if session is not None and not session.retired else None
 
     # ---- sessions that the server no longer has
 
@@ -71,20 +78,19 @@ class ResourcesState:
         taken = [each for each in self.sessions if self._exported(each, scope)]
         if not taken:
             return
-        states = await self._states([each.key for each in taken])
-        for start in range(0, len(taken), EXPORT_SLICE):
-            batch = taken[start : start + EXPORT_SLICE]
-            records = [_record(each, states).to_record() for each in batch if each.key in states]
-            left_out = [each for each in batch if each.key not in states]
+        if self.mode is ResourcesMode.STATELESS or self.hooks is None:
+            async for records in in_slices(_record(each).to_record() for each in taken):
+                yield RecordBatch(records)
+            return
+        cut = await self.precopy.cut([each.key for each in taken])
+        left_out = [each for each in taken if each.key not in cut]
+        if left_out:
             for session in left_out:
                 self.sessions.remove(session)
-            yield RecordBatch(records, [each.episode for each in left_out if each.episode is not None])
-            await asyncio.sleep(0)
-
-    async def _states(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        if self.mode is ResourcesMode.STATELESS or self.hooks is None:
-            return dict.fromkeys(keys)
-        return await self.hooks.export_sessions(keys)
+            yield RecordBatch([], [each.episode for each in left_out if each.episode is not None])
+        kept = (each for each in taken if each.key in cut) if left_out else taken
+        async for records in in_slices(_record(each).to_record(cut.take(each.key, _whose(each))) for each in kept):
+            yield RecordBatch(records)
 
     def _exported(self, session: ResourceSession, scope: EpisodeScope) -> bool:
         known = session.episode is not None and session.episode in scope
@@ -104,7 +110,9 @@ class ResourcesState:
             source = ResourcesRecord.from_record(record)
             if source.session_id in made or self.sessions.get(source.session_id) is not None:
                 raise InvalidState(f"session {source.session_id} of {record.episode} exists already", record.episode)
-            made[source.session_id] = RestoredState(source.session_id, target, source.state)
+            made[source.session_id] = RestoredState(
+                source.session_id, target, plain(source.state), content_type(source.state)
+            )
         if made and self.mode is ResourcesMode.EXPORTED and self.hooks is not None:
             with naming_sources(scope):
                 await self.hooks.restore_sessions(list(made.values()))
@@ -179,6 +187,10 @@ class ResourcesState:
             self.admission.wake(episode.rollout_id)
 
 
-def _record(session: ResourceSession, states: Mapping[str, Any]) -> ResourcesRecord:
+def _whose(session: ResourceSession) -> EpisodeId:
     assert session.episode is not None, "unattributed sessions are in no scope"
-    return ResourcesRecord(session.episode, session.key, states[session.key])
+    return session.episode
+
+
+def _record(session: ResourceSession) -> ResourcesRecord:
+    return ResourcesRecord(_whose(session), session.key)

@@ -26,9 +26,13 @@ S = TypeVar("S", bound=TrackedSession)
 
 
 class SessionTable(Generic[S]):
-    """Sessions by key; a per-rollout index, so that retiring one of many rollouts scans no other."""
+    """Sessions by key; a per-rollout index, so that retiring one of many rollouts scans no other.
+
+    turned: told of each key whose session begins or ends.
+    """
 
     def __init__(self) -> None:
+        self.turned: Callable[[str], None] = lambda key: None
         self._sessions: dict[str, S] = {}
         self._by_rollout: dict[str, dict[str, S]] = {}
         self._pending: dict[EpisodeId, dict[str, S]] = {}
@@ -46,6 +50,7 @@ class SessionTable(Generic[S]):
     def add(self, session: S, *, pending: bool = False) -> None:
         """Track a session. pending: a restore installed it and nobody has started it yet."""
         self._sessions[session.key] = session
+        self.turned(session.key)
         if session.episode is not None:
             self._by_rollout.setdefault(session.episode.rollout_id, {})[session.key] = session
             if pending:
@@ -56,6 +61,7 @@ class SessionTable(Generic[S]):
         if self._sessions.get(session.key) is not session:
             return
         del self._sessions[session.key]
+        self.turned(session.key)
         if session.episode is None:
             return
         of_rollout = self._by_rollout[session.episode.rollout_id]

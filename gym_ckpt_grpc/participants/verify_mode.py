@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gym_ckpt_grpc.participants.revisions import check_revisions
 from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 
@@ -35,21 +36,33 @@ class VerifyMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RestoredState:
-    """A session to install: its id, its episode from now on, and what its author exported."""
+    """A session to install: its id, its episode from now on, and what its author exported.
+
+    content_type: of RAW state (`storage.raw`), which comes back as bytes; empty for any other.
+    """
 
     session_id: str
     episode: EpisodeId
     state: Any
+    content_type: str = ""
 
 
 class ResourcesHooks(Protocol):
     """What the author of an `exported` resources server writes. All of a checkpoint or restore comes in one call.
 
     An optional `held_sessions(self) -> set[str]` tells which sessions the server still has; asked once per close.
+
+    An optional `session_revisions(self) -> Mapping[str, int]` gives a number for each session, so that states can be
+    encoded ahead of a checkpoint, which then pauses only for what has changed since; `participants/revisions.py` states
+    its contract.
     """
 
     async def export_sessions(self, session_ids: Sequence[str]) -> Mapping[str, Any]:
-        """State of each session, JSON-able and not changed afterwards; leave out those that are gone."""
+        """State of each session, JSON-able or `storage.raw` bytes, and not changed afterwards.
+
+        Leave out those that are gone. With `session_revisions` it is also called while admission is open, for a few
+        sessions at a time and beside the requests that change them, and may be cancelled at any of its awaits.
+        """
 
     async def restore_sessions(self, sessions: Sequence[RestoredState]) -> None:
         """Check all, then install all. Raise InvalidState naming an episode whose state is unusable."""
@@ -65,6 +78,7 @@ def check_hooks(mode: ResourcesMode, hooks: object | None) -> None:
     """Raise UsageError naming the hooks that an `exported` server lacks. Inherited ones count, stubs do not."""
     if mode is not ResourcesMode.EXPORTED:
         return
+    check_revisions(hooks)
     missing = [name for name in REQUIRED_HOOKS if not _is_written(hooks, name)]
     if missing:
         raise UsageError(f"an exported resources server needs {', '.join(missing)} of its own")

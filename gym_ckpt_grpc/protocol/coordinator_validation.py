@@ -43,6 +43,11 @@ def _trainer_state(request: Any) -> Iterator[Violation]:
         yield Violation("trainer_state", f"has {len(request.trainer_state)} bytes, {MAX_TRAINER_STATE} are allowed")
 
 
+def _stop(request: Any) -> Iterator[Violation]:
+    if request.stop and request.reopen_when_captured:
+        yield Violation("reopen_when_captured", "cannot be with stop: what stops stays closed until it is published")
+
+
 def _page(request: Any) -> Iterator[Violation]:
     if request.page_size > MAX_PAGE:
         yield Violation("page_size", f"is above {MAX_PAGE}")
@@ -69,7 +74,7 @@ _LEASE = rules.duration("lease_ttl", positive=True)
 RULES: dict[str, tuple[Rule, ...]] = {
     "ListParticipants": (),
     "PrepareCheckpoint": (_NEW_ID, _READY, _LEASE),
-    "CommitCheckpoint": (_ID, _episodes("scope"), _trainer_state),
+    "CommitCheckpoint": (_ID, _episodes("scope"), _trainer_state, _stop),
     "PublishCheckpoint": (_ID,),
     "ResumeCheckpoint": (_ID,),
     "RestoreCheckpoint": (_ID, _restore_scope, _LEASE, rules.checkpoint_id("restore_id", required=False)),
@@ -82,6 +87,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "VerifyCheckpoint": (_ID,),
     "DeleteCheckpoint": (_ID, _not_latest),
     "WatchEvents": (),
-    "RunCheckpoint": (_NEW_ID, _READY, _LEASE, _episodes("in_flight"), _trainer_state),
+    "RunCheckpoint": (_NEW_ID, _READY, _LEASE, _episodes("in_flight"), _trainer_state, _stop),
 }
 """RPC of CoordinatorService -> its rules."""

@@ -5,7 +5,9 @@ A checkpoint is complete if and only if this file exists. It is created once, af
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -16,7 +18,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import documents
 from gym_ckpt_grpc.storage.documents import Document
-from gym_ckpt_grpc.storage.files import FileLayer
+from gym_ckpt_grpc.storage.files import FileLayer, file_size
 from gym_ckpt_grpc.storage.locations import CheckpointLocation, Place
 from gym_ckpt_grpc.storage.part import PartManifestInfo
 from gym_ckpt_grpc.storage.part_manifest import (
@@ -28,6 +30,8 @@ from gym_ckpt_grpc.storage.part_manifest import (
 )
 from gym_ckpt_grpc.storage.payloads import Codec, Payload
 from gym_ckpt_grpc.storage.placing import create_once
+
+_LISTS_NAME = re.compile(r"episodes-([0-9a-f]{64})\.json")
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,7 +218,7 @@ def _encode_lists(checkpoint_id: str, episodes: EpisodeLists) -> tuple[EpisodeLi
         restart_attempts=tuple(episode.attempt for episode in episodes.restarts),
         restart_reasons=tuple(episodes.restarts.values()),
     )
-    data = msgspec.json.encode(content)
+    data = documents.bounded(msgspec.json.encode(content), what="the episode lists")
     digest = documents.sha256(data)
     reference = EpisodeListRef(
         name=f"episodes-{digest}.json",
@@ -260,20 +264,43 @@ def read_episodes(files: FileLayer, location: CheckpointLocation, manifest: Aggr
         raise StateCorrupt(f"{location.aggregate!r} does not name its episode lists")
     path = location.file(reference.name)
     try:
-        content, _ = documents.read(files, path, _ListsFile, digest=reference.digest)
+        lists = _read_lists(files, path, reference.digest, manifest.checkpoint_id)
     except StateNotFound as error:
         raise StateCorrupt(f"{error.message}, which {location.aggregate!r} names") from error
+    if (len(lists.continued), len(lists.restarts)) != (reference.continued, reference.restarts):
+        raise StateCorrupt(f"{path!r} has other counts than {location.aggregate!r} says")
+    return lists
+
+
+def find_episodes(files: FileLayer, location: CheckpointLocation) -> EpisodeLists:
+    """The lists of a checkpoint whose manifest cannot be read: their file's own name has their digest.
+
+    Raises StateCorrupt if there is none, or more than one, that is as its name says.
+    """
+    found: list[EpisodeLists] = []
+    for name in files.names(location.directory):
+        match = _LISTS_NAME.fullmatch(name)
+        if match is None:
+            continue
+        with suppress(StateCorrupt, StateNotFound):
+            found.append(_read_lists(files, location.file(name), match[1], location.checkpoint_id))
+    if len(found) != 1:
+        raise StateCorrupt(f"{location.directory!r} has {len(found)} readable files with episode lists, not one")
+    return found[0]
+
+
+def _read_lists(files: FileLayer, path: str, digest: str, checkpoint_id: str) -> EpisodeLists:
+    content, _ = documents.read(files, path, _ListsFile, digest=digest)
     try:
         continued = _episodes(content.rollout_ids, content.attempts)
         restarts = _episodes(content.restart_rollout_ids, content.restart_attempts)
         by_episode = dict(zip(restarts, content.restart_reasons, strict=True))
     except ValueError as error:
         raise StateCorrupt(f"{path!r} has an unreadable episode: {error}") from error
-    if content.checkpoint_id != manifest.checkpoint_id:
+    if content.checkpoint_id != checkpoint_id:
         raise StateCorrupt(f"{path!r} belongs to checkpoint {content.checkpoint_id[:200]!r}")
-    counts = (len(set(continued)), len(by_episode), len(continued), len(restarts))
-    if counts != (reference.continued, reference.restarts) * 2:
-        raise StateCorrupt(f"{path!r} has other counts than {location.aggregate!r} says, or an episode twice")
+    if len(set(continued)) != len(continued) or len(by_episode) != len(restarts):
+        raise StateCorrupt(f"{path!r} has an episode twice")
     return EpisodeLists(continued, by_episode)
 
 
@@ -314,9 +341,6 @@ def _check_member(files: FileLayer, location: CheckpointLocation, member: Member
         raise StateCorrupt(f"{part.manifest!r} differs from what {location.aggregate!r} says about it")
     for entry in found.files:
         path = location.part_file(place, entry.name, checkpoint=entry.checkpoint)
-        source = files.open(path)
-        size = source.size
-        source.close()
-        if size != entry.size:
+        if (size := file_size(files, path)) != entry.size:
             raise StateCorrupt(f"{path!r} has {size} bytes, not {entry.size}")
     return found

@@ -17,7 +17,7 @@ from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateCorrupt
 from gym_ckpt_grpc.storage.files import FileLayer, read_file
 
 MAX_DOCUMENT = 256 << 20
-"""Largest JSON file that is read, in bytes."""
+"""Largest JSON file that is read, and so that is written, in bytes."""
 
 _MAX_NESTING = 64
 
@@ -44,16 +44,25 @@ D = TypeVar("D", bound=Document)
 def to_bytes(document: Document) -> bytes:
     """The bytes of a document, indented for people; the same document gives the same bytes.
 
-    Raises InvalidArgument if it does not read back equal (a value in an open block that JSON cannot carry).
+    Raises InvalidArgument if it does not read back equal (a value in an open block that JSON cannot carry), or not
+    at all, for its size.
     """
     try:
         data = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
         if msgspec.json.decode(data, type=type(document)) == document:
-            return data
+            return bounded(data, what=document.format)
         problem = "does not read back equal"
     except (TypeError, ValueError, RecursionError) as error:
         problem = str(error)
     raise InvalidArgument(f"{document.format} cannot be written: {problem}")
+
+
+def bounded(data: bytes, *, what: str, limit: int | None = None) -> bytes:
+    """The bytes of a file that will be read. limit: MAX_DOCUMENT if None. Raises InvalidArgument if there are more."""
+    limit = MAX_DOCUMENT if limit is None else limit
+    if len(data) > limit:
+        raise InvalidArgument(f"{what} would take {len(data)} bytes, more than the {limit} that are read back")
+    return data
 
 
 def from_bytes(data: bytes, kind: type[D], *, path: str) -> D:

@@ -1,10 +1,11 @@
 """The file layer: the interface behind which every path call of this project's storage lives.
 
 It is kept to what an object store can do as well: objects are created under a temporary name and *published*
-under their final name only if that is free, or *replace* another whole; there is no append and no asking when a
-file changed. Where a store has no directories, `make_dirs`, `sync_dir` and `remove_dir` do nothing, and `move_dir`
-has to move the objects below it, the manifest first. `LocalFiles` (local_files.py) is the one for file systems;
-tests bring their own, which fail on purpose or keep what a power loss would leave.
+under their final name only if that is free, or *replace* another whole; there is no append, and a time of writing
+means something only beside another of the same store. Where a store has no directories, `make_dirs`, `sync_dir` and
+`remove_dir` do nothing, and `move_dir` has one object stand for all below it (removal.py). `LocalFiles`
+(local_files.py) is the one for file systems; tests bring their own, which fail on purpose or keep what a power loss
+would leave.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FileSink(Protocol):
     """A new file being written through one handle. `close` may be called again."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append all of `data`. Raises StateUnwritable."""
+        """Append all of `data`, which may be put to another use afterwards. Raises StateUnwritable."""
 
     def begin_sync(self) -> None:
         """Let what was written begin to reach the disk, so that `sync` finds less to do; a hint. Never raises."""
@@ -101,10 +102,10 @@ class FileLayer(Protocol):
         """Open a regular file for reading; links and devices are refused."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is something of that name, a dangling link included."""
+        """Whether there is something of that name, a dangling link included. Raises StateCorrupt if nobody can tell."""
 
     def is_dir(self, path: str) -> bool:
-        """Whether there is a directory of that name, which is not a link."""
+        """Whether there is a directory of that name, which is not a link. Raises StateCorrupt if nobody can tell."""
 
     def names(self, path: str) -> list[str]:
         """The names in a directory, sorted; none if it does not exist."""
@@ -153,6 +154,13 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno:
         return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
     return str(error)
+
+
+def file_size(files: FileLayer, path: str) -> int:
+    """How many bytes a file has. Raises StateNotFound, StateCorrupt."""
+    source = files.open(path)
+    source.close()
+    return source.size
 
 
 def read_file(files: FileLayer, path: str, *, limit: int) -> bytes:

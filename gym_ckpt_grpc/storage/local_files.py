@@ -15,16 +15,18 @@ import errno
 import os
 import stat
 import sys
-import uuid
+from collections.abc import Callable
 from contextlib import suppress
 
 from gym_ckpt_grpc.protocol.errors import StateCorrupt, StateNotFound, StateUnwritable
 from gym_ckpt_grpc.storage.files import NameTaken, reading, reason, writing
+from gym_ckpt_grpc.storage.names import temporary_name
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES})
 _NO_DIR_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_SYNC_FILE_RANGE_WRITE = 2
 _READ_SLICE = 1 << 30  # one read call returns at most about 2 GiB
 
 
@@ -79,6 +81,10 @@ class LocalFiles:
         return LocalSink(handle, path)
 
     def publish(self, temporary: str, path: str) -> None:
+        self._publish(temporary, path)
+
+    def _publish(self, temporary: str, path: str) -> bool:
+        """Publish; False if it took a rename, since links are refused."""
         try:
             self._publish_by_link(temporary, path)
         except FileExistsError:
@@ -87,6 +93,8 @@ class LocalFiles:
             if error.errno not in _NO_LINKS:
                 raise StateUnwritable(f"cannot name {path!r}: {reason(error)}") from error
             self._publish_by_rename(temporary, path, error)
+            return False
+        return True
 
     def _publish_by_link(self, temporary: str, path: str) -> None:
         try:
@@ -162,10 +170,18 @@ class LocalFiles:
         return LocalSource(handle, path, status.st_size)
 
     def exists(self, path: str) -> bool:
-        return os.path.lexists(path)
+        return self._kind_of(path) is not None
 
     def is_dir(self, path: str) -> bool:
-        return os.path.isdir(path) and not os.path.islink(path)
+        mode = self._kind_of(path)
+        return mode is not None and stat.S_ISDIR(mode)
+
+    def _kind_of(self, path: str) -> int | None:
+        try:
+            with reading(path):
+                return os.lstat(path).st_mode
+        except StateNotFound:
+            return None
 
     def names(self, path: str) -> list[str]:
         try:
@@ -189,19 +205,18 @@ class LocalFiles:
 
     def probe(self, path: str) -> tuple[str, ...]:
         notes: list[str] = []
-        first, second, final = (os.path.join(path, f".probe-{uuid.uuid4().hex}") for _ in range(3))
+        # Named like any file under construction, so that what a killed process leaves here is collected.
+        first, second, final = (os.path.join(path, temporary_name()) for _ in range(3))
         try:
             for name in (first, second):
                 sink = self.create(name)
                 try:
                     sink.write(b"probe")
-                    sink.sync()
+                    if name == first:  # one sync tells; the other would double the cost
+                        sink.sync()
                 finally:
                     sink.close()
-            try:
-                self._publish_by_link(first, final)
-            except OSError as error:
-                self._publish_by_rename(first, final, error)
+            if not self._publish(first, final):
                 notes.append("hard links are refused here; names are given by renameat2(RENAME_NOREPLACE)")
             self._probe_taken(second, final)
             if not self._sync_dir(path):
@@ -226,15 +241,22 @@ class LocalSink:
     def __init__(self, handle: int, path: str) -> None:
         self._handle = handle
         self._path = path
+        self._size = 0
+        self._begun = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data)
         with writing("write", self._path):
             while rest:
-                rest = rest[os.write(self._handle, rest) :]
+                count = os.write(self._handle, rest)
+                self._size += count
+                rest = rest[count:]
 
     def begin_sync(self) -> None:
-        pass
+        # A failure is no news yet: the sync that follows reports it, since this call does not take it away.
+        if _sync_file_range is not None and self._size > self._begun:  # a length of 0 would mean all of it
+            _sync_file_range(self._handle, self._begun, self._size - self._begun, _SYNC_FILE_RANGE_WRITE)
+        self._begun = self._size
 
     def sync(self) -> None:
         with writing("sync", self._path):
@@ -285,6 +307,21 @@ def _same_file(first: str, second: str) -> bool:
         return os.path.samestat(os.lstat(first), os.lstat(second))
     except OSError:
         return False
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """`sync_file_range(2)`, which starts writing a part of a file back and does not wait; None where it is missing."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    call = getattr(library, "sync_file_range", None)
+    if call is None:
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call.restype = ctypes.c_int
+    found: Callable[[int, int, int, int], int] = call
+    return found
+
+
+_sync_file_range = _find_sync_file_range()
 
 
 def _rename_no_replace(source: str, target: str) -> None:

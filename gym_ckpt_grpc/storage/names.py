@@ -18,9 +18,11 @@ MAX_NAME = 200
 TEMPORARY_PREFIX = ".tmp-"
 """How the name of every file under construction begins; no escaped name begins with a dot."""
 
+_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}\Z")
 _PLAIN = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?\Z")
 _KEPT = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _DOT = ord(".")
+_ESCAPED = re.compile(rb"=([0-9a-f]{2})")
 
 
 def escape(text: str) -> str:
@@ -44,11 +46,20 @@ def escape(text: str) -> str:
     return f"{name[: MAX_NAME - len(digest) - 2]}=h{digest}"
 
 
+def unescape(name: str) -> str | None:
+    """The text of a file name, or None if no text has it, or it was cut and only its digest is left."""
+    try:
+        text = _ESCAPED.sub(lambda match: bytes.fromhex(match[1].decode()), name.encode("ascii")).decode("utf-8")
+        return text if escape(text) == name else None
+    except ValueError:
+        return None
+
+
 def temporary_name() -> str:
     """A name for a file under construction that no other writer uses."""
     return f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of a file under construction."""
-    return name.startswith(TEMPORARY_PREFIX)
+    """Whether a name is one of a file under construction; somebody else's may begin in the same way."""
+    return _TEMPORARY.match(name) is not None

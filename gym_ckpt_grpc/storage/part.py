@@ -9,10 +9,17 @@ from typing import Any
 
 import orjson
 
-from gym_ckpt_grpc.protocol.errors import CheckpointConflict, StateCorrupt, StateUnwritable
+from gym_ckpt_grpc.protocol.errors import (
+    CheckpointConflict,
+    InvalidArgument,
+    StateCorrupt,
+    StateUnwritable,
+    Violation,
+)
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import documents
+from gym_ckpt_grpc.storage.base_records import BaseRecords
 from gym_ckpt_grpc.storage.files import FileLayer, FileSink, NameTaken
 from gym_ckpt_grpc.storage.locations import CheckpointLocation, PartLocation, check_part_path
 from gym_ckpt_grpc.storage.names import is_temporary
@@ -22,6 +29,7 @@ from gym_ckpt_grpc.storage.part_manifest import (
     FileEntry,
     PartManifest,
     document_name,
+    manifest_bytes,
     new_manifest,
     parse_manifest,
 )
@@ -30,6 +38,9 @@ from gym_ckpt_grpc.storage.record_format import CHUNK_SIZE, records_name
 from gym_ckpt_grpc.storage.record_writer import Progress, RecordFileWriter, WrittenFile
 from gym_ckpt_grpc.storage.records import Record
 from gym_ckpt_grpc.storage.stop import StopFlag
+
+MAX_DOCUMENT_LABEL = 64
+"""Longest name of a document of a part, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +83,47 @@ def write_part(
 
     records: taken one by one, in an order that a repeated write must repeat. restarts: how many episodes
     start over. extra: the kind's facts for the manifest. documents: files of their own beside the records, by
-    a name of at most 64 characters. A write of the same again is synced and accepted. chunk_size in bytes.
+    a name of at most 64 characters. A write of the same again is synced and accepted. base: an earlier checkpoint of
+    the same root, whose part of this participant has what it has already: that is pointed at. compress: with zstd, each
+    chunk. chunk_size in bytes.
 
     Raises CheckpointConflict ("belongs to another commit") if another part is there, StateUnwritable,
-    InvalidArgument for what cannot be stored, WriteStopped; what `records` itself raises passes through. In
-    each case no temporary file is left, and nothing published is changed.
+    InvalidArgument for what cannot be stored or be a base, WriteStopped; what `records` itself raises passes through.
+    In each case no temporary file is left, and nothing published is changed.
     """
     part = location.part(identity.place)
     check_part_path(part, files)
+    if base is not None:
+        _check_base(base, location, checkpoint_id)
     writer = _PartWriter(files, part, identity, checkpoint_id, stop or StopFlag())
     return writer.write(
         records,
         restarts=restarts,
         extra=extra or {},
         blocks=documents or {},
-        progress=progress,
-        chunk_size=chunk_size,
+        options=_Options(base, compress, progress, chunk_size),
     )
+
+
+def _check_base(base: CheckpointLocation, location: CheckpointLocation, checkpoint_id: str) -> None:
+    if base.root != location.root:
+        problem = "is in another root"
+    elif base.checkpoint_id in (location.checkpoint_id, checkpoint_id):
+        problem = "is the checkpoint itself"
+    else:
+        return
+    field = "base_checkpoint_uri"
+    raise InvalidArgument(f"{field} {base.uri!r} {problem}", violations=[Violation(field, problem)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How records are written."""
+
+    base: CheckpointLocation | None
+    compress: bool
+    progress: Progress | None
+    chunk_size: int
 
 
 class _NullSink:
@@ -132,8 +167,7 @@ class _PartWriter:
         restarts: int,
         extra: Mapping[str, Any],
         blocks: Mapping[str, Mapping[str, Any]],
-        progress: Progress | None,
-        chunk_size: int,
+        options: _Options,
     ) -> PartManifestInfo:
         self._stop.check()
         block = documents.check_block(extra, what="extra")
@@ -144,25 +178,29 @@ class _PartWriter:
             if existing is None:
                 self._files.make_dirs(self._part.directory)
                 temporary = stack.enter_context(Temporary(self._files, self._part.directory))
-                entry, written = self._write_records(temporary.sink, records, progress, chunk_size)
+                entries, written, chain = self._write_records(
+                    temporary.sink, records, options, self._base(options.base)
+                )
                 temporary.finish()
-                temporaries.append((temporary, entry))
+                temporaries.append((temporary, entries[0]))
                 for document, data in beside:
                     made = stack.enter_context(write_temporary(self._files, self._part.directory, data))
                     temporaries.append((made, document))
             else:
-                entry, written = self._write_records(_NullSink(), records, progress, chunk_size)
+                entries, written, chain = self._write_records(
+                    _NullSink(), records, options, self._base_of(existing, options.base)
+                )
             manifest = new_manifest(
                 self._identity,
                 checkpoint_id=self._checkpoint_id,
                 records=written.record_count,
                 restarts=restarts,
-                files=(entry, *(document for document, _ in beside)),
+                files=(*entries, *(document for document, _ in beside)),
                 state_bytes=written.payload_bytes,
-                chain=0,
+                chain=chain,
                 extra=block,
             )
-            data = documents.to_bytes(manifest)
+            data = manifest_bytes(manifest)
             if existing is None:
                 self._publish(temporaries, data, stack)
             else:
@@ -189,10 +227,36 @@ class _PartWriter:
     def _conflict(self) -> CheckpointConflict:
         return CheckpointConflict(f"{self._part.manifest!r} belongs to another commit", participant=str(self._identity))
 
+    def _base(self, location: CheckpointLocation | None) -> BaseRecords | None:
+        return None if location is None else BaseRecords.read(self._files, location, self._identity.place)
+
+    def _base_of(self, existing: bytes, location: CheckpointLocation | None) -> BaseRecords | None:
+        """The base to compare with a part that is there already: pointing only where that does, and no less.
+
+        A base may have been unreadable when that was written, or may be now.
+        """
+        manifest = self._parse_other(existing)
+        if location is None or manifest is None or not manifest.base_files:
+            return None
+        base = BaseRecords.read(self._files, location, self._identity.place, only=manifest.base_files)
+        if base is None:
+            raise StateUnwritable(
+                f"{self._part.manifest!r} is there, and cannot be compared: {location.checkpoint_id} cannot be read now"
+            )
+        return base
+
     def _write_records(
-        self, sink: FileSink, records: Iterable[Record], progress: Progress | None, chunk_size: int
-    ) -> tuple[FileEntry, WrittenFile]:
-        writer = RecordFileWriter(sink, stop=self._stop, progress=progress, chunk_size=chunk_size)
+        self, sink: FileSink, records: Iterable[Record], options: _Options, base: BaseRecords | None
+    ) -> tuple[list[FileEntry], WrittenFile, int]:
+        """Gives the entries of the file itself and of those it points into, what was written, and its chain."""
+        writer = RecordFileWriter(
+            sink,
+            stop=self._stop,
+            progress=options.progress,
+            chunk_size=options.chunk_size,
+            base=base,
+            compress=options.compress,
+        )
         try:
             for record in records:
                 writer.add(record)
@@ -200,9 +264,9 @@ class _PartWriter:
             written = writer.finish()
         finally:
             writer.abort()
-        name = records_name(written.root_digest)
-        entry = FileEntry(name=name, role=RECORDS, size=written.size, digest=written.root_digest)
-        return entry, written
+        entries = [_records_entry(written.root_digest, written.size)]
+        entries += [_records_entry(file.root_digest, file.size, file.checkpoint_id) for file in written.base_files]
+        return entries, written, base.chain + 1 if base is not None and written.base_files else 0
 
     def _publish(self, temporaries: list[tuple[Temporary, FileEntry]], data: bytes, stack: ExitStack) -> None:
         """Name the files, then the manifest: the only moment at which anything of this write appears."""
@@ -230,14 +294,14 @@ class _PartWriter:
             if manifest is not None:
                 self._clean(manifest)
             raise self._conflict()
-        for entry in manifest.files:
+        for entry in manifest.own_files:
             self._files.sync_file(self._part.file(entry.name))
         self._files.sync_file(self._part.manifest)
         sync_up(self._files, self._part.directory, self._part.root)
 
     def _clean(self, manifest: PartManifest) -> None:
         """Remove what dead or losing writers left: once there is a manifest, all that it does not name."""
-        kept = {entry.name for entry in manifest.files} | {"manifest.json"}
+        kept = {entry.name for entry in manifest.own_files} | {"manifest.json"}
         with suppress(StateUnwritable, StateCorrupt):
             for name in self._files.names(self._part.directory):
                 if name not in kept and (is_temporary(name) or _is_content_name(name)):
@@ -257,11 +321,22 @@ class _PartWriter:
         )
 
 
+def _records_entry(root_digest: str, size: int, checkpoint: str = "") -> FileEntry:
+    name = records_name(root_digest)
+    return FileEntry(name=name, role=RECORDS, size=size, digest=root_digest, checkpoint=checkpoint)
+
+
 def _document(label: str, content: Mapping[str, Any]) -> tuple[FileEntry, bytes]:
-    data = orjson.dumps(documents.check_block(content, what=label))
+    what = f"the document {label[:80]!r}"
+    data = documents.bounded(orjson.dumps(documents.check_block(content, what=label)), what=what)
     digest = documents.sha256(data)
-    name = document_name(label[:64], digest)
-    return FileEntry(name=name, role=DOCUMENT, label=label[:64], size=len(data), digest=digest), data
+    try:
+        name = document_name(label, digest)
+    except ValueError as error:
+        raise InvalidArgument(f"{what} cannot be stored: {error}") from None
+    if len(label) > MAX_DOCUMENT_LABEL:
+        raise InvalidArgument(f"{what} has a name of {len(label)} characters, more than {MAX_DOCUMENT_LABEL}")
+    return FileEntry(name=name, role=DOCUMENT, label=label, size=len(data), digest=digest), data
 
 
 def _is_content_name(name: str) -> bool:

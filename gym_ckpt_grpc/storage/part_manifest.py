@@ -10,12 +10,16 @@ from gym_ckpt_grpc.protocol.errors import StateCorrupt
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import checkpoint_id_problem
 from gym_ckpt_grpc.storage import documents
-from gym_ckpt_grpc.storage.files import FileLayer
+from gym_ckpt_grpc.storage.files import FileLayer, read_file
 from gym_ckpt_grpc.storage.locations import PartLocation, Place
 from gym_ckpt_grpc.storage.names import escape
 from gym_ckpt_grpc.storage.record_format import records_name
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+MAX_MANIFEST = 2 << 20
+"""Largest manifest of a part that is read, and so that is written, in bytes: empty lists in its open block take twenty
+times their text. Facts that are larger belong into a document."""
 RECORDS = "records"
 DOCUMENT = "document"
 
@@ -24,8 +28,8 @@ class IdentityBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Who a participant is. kind: `environment`, `policy_model`, `agent` or `resources`."""
 
     kind: ParticipantKind
-    service: str
-    instance: str
+    service: Name
+    instance: Name
     incarnation_id: str
 
     @classmethod
@@ -146,6 +150,13 @@ def new_manifest(
     )
 
 
+def manifest_bytes(manifest: PartManifest) -> bytes:
+    """The bytes of a manifest. Raises InvalidArgument for an `extra` that JSON cannot carry, or that is too large."""
+    return documents.bounded(
+        documents.to_bytes(manifest), what=f"the manifest of {manifest.participant}", limit=MAX_MANIFEST
+    )
+
+
 def parse_manifest(data: bytes, *, path: str) -> PartManifest:
     """Decode and check a manifest. Raises StateCorrupt naming `path`; opens none of the files it names."""
     manifest = documents.from_bytes(data, PartManifest, path=path)
@@ -162,6 +173,9 @@ def parse_manifest(data: bytes, *, path: str) -> PartManifest:
             raise StateCorrupt(f"{path!r} names a file {entry.name[:300]!r} of no possible earlier checkpoint")
     if len({(entry.checkpoint, entry.name) for entry in manifest.files}) != len(manifest.files):
         raise StateCorrupt(f"{path!r} names a file twice")
+    labels = [entry.label for entry in manifest.files if entry.role == DOCUMENT]
+    if len(set(labels)) != len(labels):
+        raise StateCorrupt(f"{path!r} has two documents of one name")
     if sum(entry.size for entry in manifest.own_files) != manifest.bytes:
         raise StateCorrupt(f"{path!r} says {manifest.bytes} bytes, its files have another sum")
     return manifest
@@ -170,6 +184,11 @@ def parse_manifest(data: bytes, *, path: str) -> PartManifest:
 def _is_base(entry: FileEntry, manifest: PartManifest) -> bool:
     problem = checkpoint_id_problem(entry.checkpoint)
     return not problem and entry.role == RECORDS and entry.checkpoint != manifest.checkpoint_id and manifest.chain > 0
+
+
+def read_manifest_bytes(files: FileLayer, part: PartLocation) -> bytes:
+    """The bytes of a part's manifest, not looked into. Raises StateNotFound, StateCorrupt."""
+    return read_file(files, part.manifest, limit=MAX_MANIFEST)
 
 
 def read_manifest(
@@ -185,7 +204,7 @@ def read_manifest(
     Raises StateNotFound if there is none; StateCorrupt naming the file and the participant if it is damaged,
     has another digest, or belongs to another checkpoint or participant.
     """
-    data = documents.read_bytes(files, part.manifest)
+    data = read_manifest_bytes(files, part)
     digest = documents.sha256(data)
     if expected_digest is not None and digest != expected_digest:
         raise StateCorrupt(f"{part.manifest!r} has the sha256 {digest}, not the expected {expected_digest}")

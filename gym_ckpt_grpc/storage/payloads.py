@@ -4,6 +4,11 @@ What `encode` accepts comes back from `decode` equal in type, value and key orde
 with the path to the culprit. Accepted: None, bool, int of any size, float with its bits, str of any code
 points, bytes, list, and dict with str keys; exactly these types, no subclasses (so no enum, no named tuple),
 nested at most `MAX_DEPTH` deep. Refused: everything else, tuples above all, which would come back as lists.
+
+A value must not change while it is encoded. If another thread changes it all the same, then what is stored can be
+read, and holds nothing but the types above; where the value was written by the fast pair it is the value as it was at
+one moment, since that write is one call under the interpreter lock. A bytearray put in between check and write is the
+one thing that comes back as another type, bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ import json
 import math
 import re
 import struct
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,11 +33,17 @@ MAX_DEPTH = 400
 MAX_PAYLOAD = 2**31 - 1
 """Largest payload, in bytes."""
 
+_SHOWN = 64  # bytes of a payload in its repr
+
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
+_EXACT = frozenset({bool, str, int, float, bytes})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-# orjson refuses subclasses, bytes, non-text keys; ormsgpack refuses enums, UUIDs, tuples and Fragment. What
+# orjson refuses subclasses, non-text keys, bytearrays; ormsgpack refuses enums, UUIDs, tuples and Fragment. What
 # both accept is exact. Neither is enough alone: orjson writes NaN as null, so its output is thrown away.
+# Bytes, which orjson does not know, it hands to a function that takes nothing else; one written in C, so that no
+# other thread runs in the middle of the check. Subclasses of bytes, which that lets pass, ormsgpack refuses.
+_BYTES = bytes.__len__
 _CHECK = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 _WRITE = (
     ormsgpack.OPT_PASSTHROUGH_UUID
@@ -53,22 +63,39 @@ class Codec(enum.IntEnum):
     RAW = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """Encoded state. content_type: of RAW bytes only. origin: file and record it came from, for errors."""
+_MSGPACK = Codec.MSGPACK  # looking up a member of an enum takes longer than making a payload
+
+
+class Payload(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Encoded state. content_type: of RAW bytes only. known_digest: what `digest` gave, if it was asked.
+
+    Equal to another of the same codec, bytes and content type.
+    """
 
     codec: Codec
     data: bytes
     content_type: str = ""
-    origin: str = field(default="", compare=False, repr=False)
-    _digest: bytes | None = field(default=None, init=False, compare=False, repr=False)
+    known_digest: bytes | None = None
 
     def digest(self) -> bytes:
         """sha256 of the bytes, computed once: what was encoded ahead can be digested ahead too, in any thread."""
-        if self._digest is None:
-            object.__setattr__(self, "_digest", hashlib.sha256(self.data).digest())
-        assert self._digest is not None
-        return self._digest
+        if self.known_digest is not None:
+            return self.known_digest
+        digest = hashlib.sha256(self.data).digest()
+        msgspec.structs.force_setattr(self, "known_digest", digest)
+        return digest
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Payload):
+            return NotImplemented
+        return (self.codec, self.data, self.content_type) == (other.codec, other.data, other.content_type)
+
+    def __hash__(self) -> int:
+        return hash((self.codec, self.data, self.content_type))
+
+    def __repr__(self) -> str:
+        shown = self.data if len(self.data) <= _SHOWN else self.data[:_SHOWN] + b"..."
+        return f"Payload({self.codec!r}, {shown!r}, {self.content_type!r}) of {len(self.data)} bytes"
 
 
 class PayloadRefused(ValueError):
@@ -99,21 +126,23 @@ def raw(data: bytes, content_type: str) -> Payload:
 def encode(value: Any, *, where: str = "") -> Payload:
     """Encode a value exactly. where: whose it is, for the error. Raises PayloadRefused."""
     try:
-        orjson.dumps(value, option=_CHECK)
+        orjson.dumps(value, _BYTES, _CHECK)
         data = ormsgpack.packb(value, option=_WRITE)
     except (TypeError, ValueError, RecursionError):
         return _encode_carefully(value, where)
-    return Payload(Codec.MSGPACK, _bounded(data, where))
+    if len(data) > MAX_PAYLOAD:
+        _bounded(data, where)
+    return Payload(_MSGPACK, data)
 
 
 def decode(payload: Payload, *, where: str = "") -> Any:
     """Decode what `encode` made; RAW bytes come back as they are.
 
-    where: file and record, for the error; the payload's origin by default. Raises StateCorrupt.
+    where: file and record, for the error. Raises StateCorrupt.
     """
     try:
         if payload.codec is Codec.MSGPACK:
-            return msgspec.msgpack.decode(payload.data)
+            return msgspec.msgpack.decode(payload.data, ext_hook=_refuse_extension)
         if payload.codec is Codec.JSON:
             return json.loads(
                 payload.data.decode("ascii"),
@@ -123,9 +152,8 @@ def decode(payload: Payload, *, where: str = "") -> Any:
         if payload.codec is Codec.RAW:
             return payload.data
     except (ValueError, TypeError, RecursionError, msgspec.DecodeError, struct.error) as error:
-        place = where or payload.origin or "payload"
-        raise StateCorrupt(f"{place} cannot be decoded as {payload.codec.name}: {error}") from error
-    raise StateCorrupt(f"{where or payload.origin or 'payload'} has an unknown codec {payload.codec!r}")
+        raise StateCorrupt(f"{where or 'a payload'} cannot be decoded as {payload.codec.name}: {error}") from error
+    raise StateCorrupt(f"{where or 'a payload'} has an unknown codec {payload.codec!r}")
 
 
 def _bounded(data: bytes, where: str) -> bytes:
@@ -135,18 +163,24 @@ def _bounded(data: bytes, where: str) -> bytes:
 
 
 def _encode_carefully(value: Any, where: str) -> Payload:
-    """For what the fast pair refuses: MessagePack if it is exact after all (bytes), else tagged JSON."""
+    """For what the fast pair refuses: MessagePack if it is exact after all (deep nesting), else tagged JSON."""
     try:
-        plain = _plain(value, [], 1)
+        codec, data = _pack(_copy(value, [], 1))
     except _Refusal as refusal:
         raise PayloadRefused(where, refusal.path, refusal.problem) from None
     except RecursionError:
         raise PayloadRefused(where, "$", "is nested too deep for the stack of the calling thread") from None
+    except RuntimeError as error:
+        raise PayloadRefused(where, "$", f"was changed while it was encoded: {error}") from None
+    return Payload(codec, _bounded(data, where))
+
+
+def _pack(copy: Any) -> tuple[Codec, bytes]:
     try:
-        return Payload(Codec.MSGPACK, _bounded(ormsgpack.packb(value, option=_WRITE), where))
+        return Codec.MSGPACK, ormsgpack.packb(copy, option=_WRITE)
     except (TypeError, ValueError, RecursionError):
-        text = json.dumps(plain, allow_nan=False, separators=(",", ":"), default=bytes.hex)
-    return Payload(Codec.JSON, _bounded(text.encode("ascii"), where))
+        text = json.dumps(tagged(copy), allow_nan=False, separators=(",", ":"))
+    return Codec.JSON, text.encode("ascii")
 
 
 class _Refusal(Exception):
@@ -162,11 +196,43 @@ def _step(step: str | int) -> str:
     return f".{step}" if step.isidentifier() and len(step) <= 64 else f"[{step[:64]!r}]"
 
 
-def _plain(value: Any, trail: list[str | int], depth: int) -> Any:
-    """The tagged form of a value (see storage.proto). Raises _Refusal with the path to what is refused."""
+def _copy(value: Any, trail: list[str | int], depth: int) -> Any:
+    """The value, with lists and dicts that nobody else has. Raises _Refusal with the path to what is refused."""
     kind = type(value)
-    if value is None or kind is bool:
+    if value is None or kind in _EXACT:
         return value
+    if kind is not list and kind is not dict:
+        raise _Refusal(trail, f"is of type {kind.__module__}.{kind.__qualname__}, which cannot be kept exactly")
+    if depth > MAX_DEPTH:
+        raise _Refusal(trail[:8], f"... is nested deeper than {MAX_DEPTH}")
+    return _copy_list(value, trail, depth) if kind is list else _copy_dict(value, trail, depth)
+
+
+def _copy_list(value: list[Any], trail: list[str | int], depth: int) -> list[Any]:
+    items = []
+    for at, item in enumerate(value):
+        trail.append(at)
+        items.append(_copy(item, trail, depth + 1))
+        trail.pop()
+    return items
+
+
+def _copy_dict(value: dict[Any, Any], trail: list[str | int], depth: int) -> dict[str, Any]:
+    # A tagged object nests three levels where the value has one: it must fit the limit all the same.
+    deeper = depth + (3 if any(type(key) is str and _is_odd(key) for key in value) else 1)
+    items: dict[str, Any] = {}
+    for key, item in value.items():
+        if type(key) is not str:
+            raise _Refusal(trail, f"has a key of type {type(key).__qualname__}; keys must be str")
+        trail.append(key)
+        items[key] = _copy(item, trail, deeper)
+        trail.pop()
+    return items
+
+
+def tagged(value: Any) -> Any:
+    """A value that `encode` accepts, as the plain JSON that the head of storage.proto describes."""
+    kind = type(value)
     if kind is str:
         return value if _is_text(value) else {"$text": value.encode("utf-8", "surrogatepass").hex()}
     if kind is int:
@@ -174,37 +240,19 @@ def _plain(value: Any, trail: list[str | int], depth: int) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if kind is bytes:
-        return {"$bytes": value}  # turned into hex only if it really becomes JSON
-    if kind is not list and kind is not dict:
-        raise _Refusal(trail, f"is of type {kind.__module__}.{kind.__qualname__}, which cannot be kept exactly")
-    if depth > MAX_DEPTH:
-        raise _Refusal(trail[:8], f"... is nested deeper than {MAX_DEPTH}")
-    return _plain_list(value, trail, depth) if kind is list else _plain_dict(value, trail, depth)
+        return {"$bytes": value.hex()}
+    if kind is list:
+        return [tagged(item) for item in value]
+    if kind is not dict:
+        return value
+    if any(map(_is_odd, value)):
+        return {"$dict": [[tagged(key), tagged(item)] for key, item in value.items()]}
+    return {key: tagged(item) for key, item in value.items()}
 
 
-def _plain_list(value: list[Any], trail: list[str | int], depth: int) -> list[Any]:
-    items = []
-    for at, item in enumerate(value):
-        trail.append(at)
-        items.append(_plain(item, trail, depth + 1))
-        trail.pop()
-    return items
-
-
-def _plain_dict(value: dict[Any, Any], trail: list[str | int], depth: int) -> dict[str, Any]:
-    # A tagged object nests three levels where the value has one: it must fit the limit all the same.
-    odd = any(type(key) is str and (key.startswith("$") or not _is_text(key)) for key in value)
-    deeper = depth + (3 if odd else 1)
-    items: dict[str, Any] = {}
-    for key, item in value.items():
-        if type(key) is not str:
-            raise _Refusal(trail, f"has a key of type {type(key).__qualname__}; keys must be str")
-        trail.append(key)
-        items[key] = _plain(item, trail, deeper)
-        trail.pop()
-    if not odd:
-        return items
-    return {"$dict": [[_plain(key, trail, deeper), item] for key, item in items.items()]}
+def _is_odd(key: str) -> bool:
+    """Whether a key cannot stand in plain JSON as it is."""
+    return key.startswith("$") or not _is_text(key)
 
 
 def _is_text(text: str) -> bool:
@@ -240,3 +288,7 @@ def _restore_tagged(tag: str, inner: Any) -> Any:
 
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
+
+
+def _refuse_extension(code: int, data: memoryview) -> Any:
+    raise ValueError(f"it has an extension of type {code}")

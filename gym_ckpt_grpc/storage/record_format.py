@@ -11,10 +11,13 @@ FORMAT_VERSION = 2
 """Of what is written. Version 1 has neither compression nor references into other files."""
 READABLE = (1, 2)
 CHUNK_SIZE = 4 << 20
-"""Bytes after which a chunk is closed; a larger payload has a chunk of its own."""
+"""Bytes after which a chunk is closed."""
 
 MAX_EXPANSION = 1 << 16
 """How many bytes one stored byte may stand for; zstd reaches half of it. A file that claims more is refused."""
+
+MAX_INDEX = 256 << 20
+"""Largest index, in bytes: about two million records. What would have a larger one is refused when it is written."""
 
 _HEADER = struct.Struct("<8sII")
 _FOOTER = struct.Struct("<QQ32s8s")
@@ -32,9 +35,9 @@ class Footer:
     digest: bytes
 
 
-def header() -> bytes:
-    """The first bytes of every file."""
-    return _HEADER.pack(MAGIC, FORMAT_VERSION, 0)
+def header(version: int = FORMAT_VERSION) -> bytes:
+    """The first bytes of every file of a format version."""
+    return _HEADER.pack(MAGIC, version, 0)
 
 
 def readable() -> str:

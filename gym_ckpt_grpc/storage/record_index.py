@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import orjson
 from google.protobuf.message import DecodeError
 
 from gym_ckpt_grpc.protocol.errors import StateCorrupt
-from gym_ckpt_grpc.protocol.ids import EpisodeId, checkpoint_id_problem
+from gym_ckpt_grpc.protocol.ids import EpisodeId, checkpoint_id_problem, episode_ids
 from gym_ckpt_grpc.storage.payloads import MAX_PAYLOAD, Codec
 from gym_ckpt_grpc.storage.record_format import (
     DIGEST_SIZE,
@@ -21,8 +21,11 @@ from gym_ckpt_grpc.storage.record_format import (
     READABLE,
     readable,
 )
-from gym_ckpt_grpc.storage.records import FieldValue
+from gym_ckpt_grpc.storage.records import MAX_FIELDS, MAX_LABEL, FieldValue
 from gymckpt.v1 import storage_pb2
+
+_ENTRY_SIZE = 8  # bytes that an entry of the outermost message takes at least, on average
+_SPARE_ENTRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,17 @@ class PayloadEntry:
 
 
 class RecordIndex:
-    """A checked index: every position is in range, every range in its chunk, every chunk in the file."""
+    """A checked index: every position is in range, every range in its chunk, every chunk in its file.
+
+    Payloads fill the chunks of this file one after the other without gaps, and share no bytes of other files, so the
+    sum of the lengths is bounded by what the files hold.
+    """
 
     def __init__(self, data: bytes, *, path: str, end: int) -> None:
         """data: the serialized index. end: where the chunks must end, in bytes. Raises StateCorrupt."""
         self.path = path
+        if problem := _shape_problem(data):
+            raise self.corrupt(problem)
         try:
             self.raw = storage_pb2.RecordsIndex.FromString(data)
         except DecodeError as error:
@@ -81,23 +90,40 @@ class RecordIndex:
         self.own_chunks = len(own)
         self.chunks = own + tuple(self._base_chunks())
         """Every chunk, those of this file first."""
+        # Copied once: protobuf checks and wraps at each access, and copies the whole of a bytes field.
+        self.names = tuple(self.raw.names)
+        self.content_types = tuple(self.raw.content_types)
+        self.schemas = tuple((schema.name, schema.version) for schema in self.raw.schemas)
+        payloads = self.raw.payloads
+        self.chunk_of, self.offsets, self.lengths = (
+            list(payloads.chunks),
+            list(payloads.offsets),
+            list(payloads.lengths),
+        )
+        self.digests = payloads.digests
+        self.name_of, self.type_of = list(payloads.names), list(payloads.content_types)
+        self.codecs: list[int] = list(payloads.codecs)
+        self._fields = list(self.raw.records.fields)
+        self._check_tables()
         self._check_records()
         self._check_payloads()
-        self.episodes = tuple(self._episodes())
-        counts, payloads = self.raw.records.payload_counts, self.raw.payloads
-        self._first_payload = [0, *accumulate(counts)]
-        # Copied once: protobuf copies the whole of a bytes field at each access.
-        self._digests = self.raw.payloads.digests
-        self._places = tuple(zip(*map(tuple, (payloads.chunks, payloads.offsets, payloads.lengths)), strict=True))
-        self._names = tuple(self.raw.names)
-        self._name_of = tuple(payloads.names)
+        self.episodes = self._episodes()
+        self.first_payload = [0, *accumulate(self.raw.records.payload_counts)]
+        self._check_payload_names()
 
     def __len__(self) -> int:
         return len(self.raw.records.attempts)
 
+    @property
+    def payload_bytes(self) -> int:
+        """Of all payloads, wherever they are, as they were encoded."""
+        return sum(self.lengths)
+
     def corrupt(self, problem: str, episodes: Iterable[EpisodeId] = ()) -> StateCorrupt:
         """The error for this file."""
         return StateCorrupt(f"{self.path!r} {problem}", episodes=episodes)
+
+    # ---- chunks
 
     def _check_chunks(self, end: int) -> None:
         at = HEADER_SIZE
@@ -133,17 +159,34 @@ class RecordIndex:
             yield BaseFile(file.checkpoint_id, file.root_digest.hex(), file.size)
 
     def _base_chunks(self) -> Iterator[ChunkPlace]:
-        seen: set[tuple[int, int]] = set()
+        ranges: list[tuple[int, int, int]] = []
         for number, entry in enumerate(self.raw.base_chunks):
             if entry.file >= len(self.base_files):
                 raise self.corrupt(f"has base chunk {number} of a file that is not there")
             file, chunk = self.base_files[entry.file], entry.chunk
             self._check_chunk(chunk, f"base chunk {number}")
-            outside = chunk.offset < HEADER_SIZE or chunk.offset + chunk.stored_length > file.size - FOOTER_SIZE
-            if outside or (entry.file, chunk.offset) in seen:
-                raise self.corrupt(f"has base chunk {number} outside of its file, or twice")
-            seen.add((entry.file, chunk.offset))
+            end = chunk.offset + chunk.stored_length
+            if chunk.offset < HEADER_SIZE or end > file.size - FOOTER_SIZE:
+                raise self.corrupt(f"has base chunk {number} outside of its file")
+            ranges.append((entry.file, chunk.offset, end))
             yield _place(chunk, file)
+        ranges.sort()
+        if any(first[0] == second[0] and first[2] > second[1] for first, second in pairwise(ranges)):
+            raise self.corrupt("has base chunks that share bytes")
+        if len({file for file, _, _ in ranges}) != len(self.base_files):
+            raise self.corrupt("has a base file that nothing points at")
+
+    # ---- records and payloads
+
+    def _check_tables(self) -> None:
+        for what, table in (("name", self.names), ("content type", self.content_types), ("schema", self.schemas)):
+            if len(set(table)) != len(table):
+                raise self.corrupt(f"has a {what} twice")
+        labels = (*self.names, *self.content_types, *(name for name, _ in self.schemas))
+        if max(map(len, labels), default=0) > MAX_LABEL:
+            raise self.corrupt(f"has a name of more than {MAX_LABEL} characters")
+        if any(not name or not version for name, version in self.schemas):
+            raise self.corrupt("has a schema without name or version")
 
     def _check_records(self) -> None:
         records, count = self.raw.records, len(self)
@@ -157,81 +200,103 @@ class RecordIndex:
         )
         if any(len(column) != count for column in columns):
             raise self.corrupt("has an index whose record columns differ in length")
-        self._check_positions(records.schemas, len(self.raw.schemas), "schema")
-        self._check_positions(records.owners, len(self.raw.names), "owner")
-        if any(not schema.name or not schema.version for schema in self.raw.schemas):
-            raise self.corrupt("has a schema without name or version")
-        if sum(records.payload_counts) != len(self.raw.payloads.lengths):
+        self._check_positions(records.schemas, len(self.schemas), "schema")
+        self._check_positions(records.owners, len(self.names), "owner")
+        if max(map(len, self._fields), default=0) > MAX_FIELDS:
+            raise self.corrupt(f"has a record whose fields take more than {MAX_FIELDS} bytes")
+        if sum(records.payload_counts) != len(self.lengths):
             raise self.corrupt("has an index whose payload counts do not add up")
 
     def _check_payloads(self) -> None:
-        payloads, count = self.raw.payloads, len(self.raw.payloads.lengths)
+        payloads, count = self.raw.payloads, len(self.lengths)
         columns = (payloads.names, payloads.chunks, payloads.offsets, payloads.codecs, payloads.content_types)
-        if any(len(column) != count for column in columns) or len(payloads.digests) != count * DIGEST_SIZE:
+        if any(len(column) != count for column in columns) or len(self.digests) != count * DIGEST_SIZE:
             raise self.corrupt("has an index whose payload columns differ in length")
-        self._check_positions(payloads.names, len(self.raw.names), "payload name")
-        self._check_positions(payloads.chunks, len(self.chunks), "chunk")
-        self._check_positions(payloads.content_types, len(self.raw.content_types), "content type")
-        known = {codec.value for codec in Codec}
-        if not known.issuperset(payloads.codecs):
-            raise self.corrupt(f"has a payload of a codec unknown here: {set(payloads.codecs) - known}")
-        self._check_places(zip(payloads.chunks, payloads.offsets, payloads.lengths, strict=True))
+        self._check_positions(self.name_of, len(self.names), "payload name")
+        self._check_positions(self.chunk_of, len(self.chunks), "chunk")
+        self._check_positions(self.type_of, len(self.content_types), "content type")
+        if unknown := set(self.codecs) - {codec.value for codec in Codec}:
+            raise self.corrupt(f"has a payload of a codec unknown here: {min(unknown)}")
+        if max(self.lengths, default=0) > MAX_PAYLOAD:
+            raise self.corrupt(f"has a payload of more than {MAX_PAYLOAD} bytes")
+        self._check_places()
 
-    def _check_places(self, places: Iterable[tuple[int, int, int]]) -> None:
+    def _check_places(self) -> None:
         """No two payloads share bytes, so that nobody can make a small file stand for endless data."""
-        sizes = [chunk.raw_length for chunk in self.chunks]
-        last_chunk, used = -1, 0
+        sizes, own = [chunk.raw_length for chunk in self.chunks], self.own_chunks
+        current, used, size = -1, 0, 0
         elsewhere: list[tuple[int, int, int]] = []
-        for position, (chunk, offset, length) in enumerate(places):
-            if chunk >= self.own_chunks:
+        for chunk, offset, length in zip(self.chunk_of, self.offsets, self.lengths, strict=True):
+            if chunk >= own:
                 elsewhere.append((chunk, offset, length))
                 continue
-            if chunk != last_chunk:
-                if chunk < last_chunk:
-                    raise self.corrupt("has payloads out of order")
-                last_chunk, used = chunk, 0
-            if offset != used or offset + length > sizes[chunk]:
-                raise self.corrupt(f"has payload {position} outside of its place in chunk {chunk}")
-            used = offset + length
-        last_chunk, used = -1, 0
-        for chunk, offset, length in sorted(elsewhere):
-            if chunk != last_chunk:
-                last_chunk, used = chunk, 0
+            if chunk != current:
+                if used != size or chunk != current + 1:
+                    raise self.corrupt(f"has payloads out of order, or chunk {max(current, 0)} not filled by them")
+                current, used, size = chunk, 0, sizes[chunk]
+            if offset != used or length > size - used:
+                raise self.corrupt(f"has a payload outside of its place in chunk {chunk}")
+            used += length
+        if used != size or current != own - 1:
+            raise self.corrupt("has a chunk that its payloads do not fill")
+        self._check_elsewhere(elsewhere, sizes)
+
+    def _check_elsewhere(self, places: list[tuple[int, int, int]], sizes: list[int]) -> None:
+        last, used = -1, 0
+        for chunk, offset, length in sorted(places):
+            if chunk != last:
+                last, used = chunk, 0
             if offset < used or offset + length > sizes[chunk]:
                 raise self.corrupt(
                     f"has payloads that share bytes of base chunk {chunk - self.own_chunks}, or leave it"
                 )
             used = offset + length
+        if len({chunk for chunk, _, _ in places}) != len(self.chunks) - self.own_chunks:
+            raise self.corrupt("has a base chunk that no payload is in")
 
     def _check_positions(self, column: Iterable[int], size: int, what: str) -> None:
         if max(column, default=-1) >= size:
             raise self.corrupt(f"has an index that points at a {what} that is not there")
 
-    def _episodes(self) -> Iterable[EpisodeId]:
-        records = self.raw.records
-        for at, (rollout_id, attempt) in enumerate(zip(records.rollout_ids, records.attempts, strict=True)):
-            try:
-                yield EpisodeId(rollout_id, attempt)
-            except ValueError as error:
-                raise self.corrupt(f"has record {at} of no possible episode: {error}") from None
+    def _check_payload_names(self) -> None:
+        """A record has each name once. Most have one payload, and need no look."""
+        for at, count in enumerate(self.raw.records.payload_counts):
+            if count > 1:
+                start = self.first_payload[at]
+                if len(set(self.name_of[start : start + count])) != count:
+                    episode = self.episodes[at]
+                    raise self.corrupt(f"has record {at} of {episode} with one payload name twice", [episode])
+
+    def _episodes(self) -> tuple[EpisodeId, ...]:
+        try:
+            return tuple(episode_ids(self.raw.records.rollout_ids, self.raw.records.attempts))
+        except ValueError as error:
+            raise self.corrupt(f"has a record of no possible episode: {error}") from None
+
+    # ---- what it says
 
     def payload_range(self, record: int) -> range:
         """Positions of the payloads of a record."""
-        return range(self._first_payload[record], self._first_payload[record + 1])
+        return range(self.first_payload[record], self.first_payload[record + 1])
 
     def payload(self, position: int) -> PayloadEntry:
         """Where a payload is, and its digest."""
-        chunk, offset, length = self._places[position]
         at = position * DIGEST_SIZE
-        return PayloadEntry(position, chunk, offset, length, self._digests[at : at + DIGEST_SIZE])
+        return PayloadEntry(
+            position,
+            self.chunk_of[position],
+            self.offsets[position],
+            self.lengths[position],
+            self.digests[at : at + DIGEST_SIZE],
+        )
 
     def payload_name(self, position: int) -> str:
         """The name of a payload within its record."""
-        return self._names[self._name_of[position]]
+        return self.names[self.name_of[position]]
 
     def record_of(self, payload: int) -> int:
         """The record that a payload belongs to."""
-        return bisect_right(self._first_payload, payload) - 1
+        return bisect_right(self.first_payload, payload) - 1
 
     def batches(self, size: int) -> Iterator[range]:
         """Runs of neighbouring records with about `size` bytes of payloads each, to read a file piece by piece."""
@@ -240,13 +305,13 @@ class RecordIndex:
             if total > size:
                 yield range(start, at)
                 start, total = at, 0
-            total += sum(self._places[position][2] for position in self.payload_range(at))
+            total += sum(self.lengths[position] for position in self.payload_range(at))
         if start < len(self):
             yield range(start, len(self))
 
     def fields(self, record: int) -> Mapping[str, FieldValue]:
         """Decode the fields of a record. Raises StateCorrupt naming the record."""
-        data = self.raw.records.fields[record]
+        data = self._fields[record]
         if data == b"{}":
             return {}
         try:
@@ -256,6 +321,41 @@ class RecordIndex:
         if not isinstance(fields, dict):
             raise self.corrupt(f"has record {record} with unreadable fields", [self.episodes[record]])
         return fields
+
+
+def _shape_problem(data: bytes) -> str | None:
+    """Whether parsing could take far more memory than the bytes: a million empty messages in two of them each.
+
+    Looks at the outermost fields only, which are few in what this project writes: tables, chunks and two groups of
+    columns. Whatever is wrong with the bytes otherwise the parser finds.
+    """
+    at, entries, most = 0, 0, _SPARE_ENTRIES + len(data) // _ENTRY_SIZE
+    while at < len(data):
+        entries += 1
+        if entries > most:
+            return "has an index with more entries than its bytes can hold"
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            _, at = _varint(data, at)
+        elif kind == 2:
+            length, at = _varint(data, at)
+            at += length
+        else:
+            return "has an index that cannot be read: a field of a kind that is not in use"
+    return None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number and where the next field begins; beyond the end if it is cut short or too long."""
+    number = shift = 0
+    for byte in data[at : at + 10]:
+        number |= (byte & 0x7F) << shift
+        at += 1
+        shift += 7
+        if byte < 0x80:
+            return number, at
+    return 0, len(data)
 
 
 def _place(chunk: storage_pb2.ChunkEntry, base: BaseFile | None) -> ChunkPlace:

@@ -3,37 +3,67 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from types import TracebackType
 
 from gym_ckpt_grpc.protocol.errors import StateCorrupt
 from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.storage.chunk_reading import BasePaths, ChunkReader
+from gym_ckpt_grpc.storage.collector import paused_collector
 from gym_ckpt_grpc.storage.files import FileLayer
-from gym_ckpt_grpc.storage.payloads import Codec, Payload
+from gym_ckpt_grpc.storage.payloads import Codec, Payload, decode
 from gym_ckpt_grpc.storage.record_format import (
     FOOTER_SIZE,
     HEADER_SIZE,
+    MAX_INDEX,
+    header,
     header_problem,
     unpack_footer,
 )
-from gym_ckpt_grpc.storage.record_index import PayloadEntry, RecordIndex
+from gym_ckpt_grpc.storage.record_index import BaseFile, RecordIndex
 from gym_ckpt_grpc.storage.records import EpisodeSelection, Record
+
+_CODECS = {codec.value: codec for codec in Codec}
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A payload that is not as it was written. problem: to be read after its name, such as `is damaged in chunk 3`.
+
+    base: the file of an earlier checkpoint that should have it, or None.
+    """
+
+    episode: EpisodeId
+    payload: str
+    problem: str
+    base: BaseFile | None = None
 
 
 class RecordFile:
     """An open records file whose header, footer and index are checked. Close it, or use it as a context.
 
-    root_digest, size: what the manifest says; another one is StateCorrupt. Everything that this class raises
-    is StateNotFound, or StateCorrupt naming the file and, where known, the episodes.
+    root_digest, size: what the manifest says; another one is StateCorrupt. bases: where the files of earlier
+    checkpoints are that it points into; without it only what is in this file can be read. bytes_read: from all files.
+    Everything that this class raises is StateNotFound, or StateCorrupt naming the file and, where known, the episodes.
     """
 
-    def __init__(self, files: FileLayer, path: str, *, root_digest: str | None = None, size: int | None = None) -> None:
+    def __init__(
+        self,
+        files: FileLayer,
+        path: str,
+        *,
+        root_digest: str | None = None,
+        size: int | None = None,
+        bases: BasePaths | None = None,
+    ) -> None:
         self.path = path
         self.bytes_read = 0
         self._source = files.open(path)
         try:
             self.index = self._read_index(root_digest, size)
+            self._chunks = ChunkReader(files, self._source, self.index, bases)
         except BaseException:
             self._source.close()
             raise
@@ -60,7 +90,8 @@ class RecordFile:
         return self.index.episodes
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and the others that it made open."""
+        self._chunks.close()
         self._source.close()
 
     def _read(self, offset: int, length: int) -> bytes:
@@ -72,121 +103,111 @@ class RecordFile:
             raise StateCorrupt(f"{self.path!r} has {self.size} bytes, not {size}")
         if self.size < HEADER_SIZE + FOOTER_SIZE:
             raise StateCorrupt(f"{self.path!r} has only {self.size} bytes: it was cut short")
-        if problem := header_problem(self._read(0, HEADER_SIZE)):
+        head = self._read(0, HEADER_SIZE)
+        if problem := header_problem(head):
             raise StateCorrupt(f"{self.path!r} {problem}")
         footer = unpack_footer(self._read(self.size - FOOTER_SIZE, FOOTER_SIZE))
         if footer is None:
             raise StateCorrupt(f"{self.path!r} does not end like a records file: it was cut short")
         if footer.offset < HEADER_SIZE or footer.offset + footer.length + FOOTER_SIZE != self.size:
             raise StateCorrupt(f"{self.path!r} has a footer that does not fit its {self.size} bytes")
+        if footer.length > MAX_INDEX:
+            raise StateCorrupt(f"{self.path!r} has an index of {footer.length} bytes, more than {MAX_INDEX}")
         data = self._read(footer.offset, footer.length)
         digest = hashlib.sha256(data)
         if digest.digest() != footer.digest:
             raise StateCorrupt(f"{self.path!r} has an index of another sha256 than its footer says")
         if root_digest is not None and digest.hexdigest() != root_digest:
             raise StateCorrupt(f"{self.path!r} has the root digest {digest.hexdigest()}, not {root_digest}")
-        return RecordIndex(data, path=self.path, end=footer.offset)
+        index = RecordIndex(data, path=self.path, end=footer.offset)
+        if head != header(index.raw.format_version):
+            raise index.corrupt(f"has a header of another format version than its index, {index.raw.format_version}")
+        return index
 
-    def read(self, selection: EpisodeSelection | None = None) -> list[Record]:
-        """The records of the selected episodes (None: all), in file order, every payload verified."""
+    # ---- records
+
+    def read(self, selection: EpisodeSelection | None = None, *, decoded: bool = False) -> list[Record]:
+        """The records of the selected episodes (None: all), in file order, every payload verified.
+
+        decoded: also decode every payload here, while the next ones are read (`Record.decode_ahead`).
+        """
+        if selection is None:
+            return self.read_at(range(len(self)), decoded=decoded)
         episodes = enumerate(self.index.episodes)
-        return self.read_at([at for at, episode in episodes if selection is None or episode in selection])
+        return self.read_at([at for at, episode in episodes if episode in selection], decoded=decoded)
 
-    def read_at(self, chosen: Sequence[int]) -> list[Record]:
+    def read_at(self, chosen: Sequence[int], *, decoded: bool = False) -> list[Record]:
         """The records at these positions, which must rise, every payload verified."""
         index = self.index
-        entries = (index.payload(position) for at in chosen for position in index.payload_range(at))
-        data: dict[int, bytes] = {}
-        for chunk, group in groupby(entries, key=lambda entry: entry.chunk):
-            data.update(self._read_payloads(chunk, list(group)))
-        return [self._record(at, data) for at in chosen]
+        positions = [position for at in chosen for position in index.payload_range(at)]
+        records: list[Record] = []
+        held: dict[int, bytes] = {}
+        building = self._build(chosen, held)
+        with paused_collector(), closing(self._chunks.fetch(positions)) as fetched:
+            for batch in fetched:
+                self.bytes_read += batch.bytes_read
+                held.update(batch.payloads)
+                _take(building, records, decoded)
+            _take(building, records, decoded)  # at the end those without any payload
+        return records
 
-    def _read_payloads(self, chunk: int, entries: list[PayloadEntry]) -> Iterator[tuple[int, bytes]]:
-        """Read some payloads of one chunk: whole if all of it is needed, else in runs of neighbours."""
-        place = self.index.raw.chunks[chunk]
-        if sum(entry.length for entry in entries) == place.stored_length:
-            data = self._read(place.offset, place.stored_length)
-            if hashlib.sha256(data).digest() != place.digest:
-                raise self._chunk_error(chunk, data, entries)
-            for entry in entries:
-                yield entry.position, data[entry.offset : entry.offset + entry.length]
-            return
-        for run in _runs(entries):
-            start = run[0].offset
-            data = self._read(place.offset + start, run[-1].offset + run[-1].length - start)
-            for entry in run:
-                part = data[entry.offset - start : entry.offset - start + entry.length]
-                if hashlib.sha256(part).digest() != entry.digest:
-                    raise self._payload_error(entry)
-                yield entry.position, part
+    def _build(self, chosen: Iterable[int], held: dict[int, bytes]) -> Iterator[Record | None]:
+        """The records in order; None as often as a payload of the next one is not held yet.
 
-    def _chunk_error(self, chunk: int, data: bytes, entries: list[PayloadEntry]) -> StateCorrupt:
-        damaged = [
-            entry
-            for entry in entries
-            if hashlib.sha256(data[entry.offset : entry.offset + entry.length]).digest() != entry.digest
-        ]
-        episodes = dict.fromkeys(self._episode_of(entry.position) for entry in damaged or entries)
-        names = ", ".join(str(episode) for episode in list(episodes)[:5])
-        return self.index.corrupt(f"has chunk {chunk} damaged, with state of {names}", episodes)
-
-    def _payload_error(self, entry: PayloadEntry) -> StateCorrupt:
-        episode = self._episode_of(entry.position)
-        name = self.index.payload_name(entry.position)
-        return self.index.corrupt(f"has payload {name!r} of {episode} damaged in chunk {entry.chunk}", [episode])
-
-    def _episode_of(self, position: int) -> EpisodeId:
-        return self.index.episodes[self.index.record_of(position)]
-
-    def _record(self, at: int, data: dict[int, bytes]) -> Record:
-        index, columns = self.index, self.index.raw.records
-        schema = index.raw.schemas[columns.schemas[at]]
-        episode, revision = index.episodes[at], columns.revisions[at]
-        payloads: dict[str, Payload] = {}
-        for position in index.payload_range(at):
-            name = index.payload_name(position)
-            payloads[name] = Payload(
-                Codec(index.raw.payloads.codecs[position]),
-                data.pop(position),
-                index.raw.content_types[index.raw.payloads.content_types[position]],
-                f"{self.path!r}, record {at} of {episode}, payload {name!r}",
-            )
-        if len(payloads) != len(index.payload_range(at)):
-            raise index.corrupt(f"has record {at} of {episode} with one payload name twice", [episode])
-        return Record(
-            episode=episode,
-            schema=schema.name,
-            schema_version=schema.version,
-            owner=index.raw.names[columns.owners[at]],
-            revision=revision - 1 if revision else None,
-            fields=index.fields(at),
-            payloads=payloads,
+        Takes the payloads out of `held`. One plain loop: of small records this is most of the work.
+        """
+        index, columns, path = self.index, self.index.raw.records, self.path
+        first, episodes, names, schemas, fields = (
+            index.first_payload,
+            index.episodes,
+            index.names,
+            index.schemas,
+            index.fields,
         )
+        name_of, codecs, type_of, types = index.name_of, index.codecs, index.type_of, index.content_types
+        schema_of, owners, revisions = list(columns.schemas), list(columns.owners), list(columns.revisions)
+        for at in chosen:
+            payloads: dict[str, Payload] = {}
+            for position in range(first[at], first[at + 1]):
+                while (data := held.pop(position, None)) is None:
+                    yield None
+                payloads[names[name_of[position]]] = Payload(_CODECS[codecs[position]], data, types[type_of[position]])
+            schema, version = schemas[schema_of[at]]
+            revision, owner = revisions[at] or None, names[owners[at]]
+            if revision is not None:
+                revision -= 1
+            yield Record(episodes[at], schema, version, owner, revision, fields(at), payloads, (path, at))
 
-    def check_payloads(self) -> Iterator[tuple[EpisodeId, str, str]]:
-        """Read everything; yields (episode, payload name, problem) for each damaged payload or chunk."""
-        at = 0
-        for number, place in enumerate(self.index.raw.chunks):
-            data = self._read(place.offset, place.stored_length)
-            whole = hashlib.sha256(data).digest() == place.digest
-            named = False
-            while at < len(self.index.raw.payloads.lengths) and self.index.raw.payloads.chunks[at] == number:
-                entry = self.index.payload(at)
-                part = data[entry.offset : entry.offset + entry.length]
-                if hashlib.sha256(part).digest() != entry.digest:
-                    named = True
-                    yield self._episode_of(at), self.index.payload_name(at), "is damaged"
-                at += 1
-            if not whole and not named:
-                raise self.index.corrupt(f"has chunk {number} with another digest than its index says")
+    # ---- all of it
+
+    def check_payloads(self, *, passing: Collection[BaseFile] = ()) -> Iterator[Damage]:
+        """Read and decode everything that it needs, wherever that is; yields what is damaged or cannot be decoded.
+
+        passing: files of earlier checkpoints that are known to be lost; what they should have is passed over.
+        """
+        index = self.index
+        wanted = [at for at, chunk in enumerate(index.chunk_of) if index.chunks[chunk].base not in passing]
+        with closing(self._chunks.examine(wanted)) as examined:
+            for batch in examined:
+                self.bytes_read += batch.bytes_read
+                for position, problem in sorted(batch.problems.items()):
+                    yield self._damage(position, problem)
+                for position, data in batch.intact.items():
+                    try:
+                        decode(Payload(_CODECS[index.codecs[position]], data), where="it")
+                    except StateCorrupt as error:
+                        yield self._damage(position, error.message.removeprefix("it "))
+
+    def _damage(self, position: int, problem: str) -> Damage:
+        index = self.index
+        episode = index.episodes[index.record_of(position)]
+        return Damage(episode, index.payload_name(position), problem, index.chunks[index.chunk_of[position]].base)
 
 
-def _runs(entries: list[PayloadEntry]) -> Iterator[list[PayloadEntry]]:
-    run: list[PayloadEntry] = []
-    for entry in entries:
-        if run and entry.offset != run[-1].offset + run[-1].length:
-            yield run
-            run = []
-        run.append(entry)
-    if run:
-        yield run
+def _take(building: Iterator[Record | None], records: list[Record], decoded: bool) -> None:
+    for record in building:
+        if record is None:
+            return
+        if decoded:
+            record.decode_ahead()
+        records.append(record)

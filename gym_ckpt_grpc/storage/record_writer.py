@@ -1,48 +1,52 @@
-"""Writing a records file: chunk by chunk, digests and writes on a helper thread."""
+"""Writing a records file: records are placed into chunks here, chunks are stored by a helper thread."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gym_ckpt_grpc.protocol.errors import InvalidArgument
+from gym_ckpt_grpc.storage.base_records import BaseRecords
+from gym_ckpt_grpc.storage.chunk_writer import Chunk, ChunkWriter
 from gym_ckpt_grpc.storage.files import FileSink
-from gym_ckpt_grpc.storage.record_format import (
-    CHUNK_SIZE,
-    FORMAT_VERSION,
-    HEADER_SIZE,
-    Footer,
-    header,
-    pack_footer,
-)
-from gym_ckpt_grpc.storage.records import Record, check_record
+from gym_ckpt_grpc.storage.index_columns import IndexColumns
+from gym_ckpt_grpc.storage.payloads import MAX_PAYLOAD, Codec
+from gym_ckpt_grpc.storage.record_format import CHUNK_SIZE, MAX_INDEX, Footer, header, pack_footer
+from gym_ckpt_grpc.storage.record_index import BaseFile
+from gym_ckpt_grpc.storage.records import Record, check_records
 from gym_ckpt_grpc.storage.stop import StopFlag
-from gymckpt.v1 import storage_pb2
 
 Progress = Callable[[int, int], None]
 """Called with (records, payload bytes) so far, after each chunk, on the thread that called `write_part`."""
 
-_AHEAD = 2  # chunks that may wait for the helper; bounds memory to about three chunks
+ALONE = 64 << 10
+"""Bytes from which a payload has a chunk of its own: then one digest covers both, and a reader needs only it."""
+
+_TOGETHER, _TOGETHER_BYTES = 64, 256 << 10  # records, and bytes of payloads, that are placed at once
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A finished records file. root_digest in hex; size: the whole file; payload_bytes: of all payloads, in bytes."""
+    """A finished records file. root_digest in hex; size: the whole file; payload_bytes: of all payloads, in bytes.
+
+    base_files: the earlier files that have payloads of it.
+    """
 
     root_digest: str
     size: int
     record_count: int
     payload_bytes: int
+    base_files: tuple[BaseFile, ...] = ()
 
 
 class RecordFileWriter:
     """Writes records into an open sink; neither syncs nor closes nor names it.
 
-    stop is checked before each chunk. Use `add` for each record, then `finish`; `abort` at any time, which
-    waits for the helper thread. The same records give the same bytes.
+    stop is checked before each chunk. base: what an earlier part has is pointed at there. Use `add` for each record,
+    then `finish`; `abort` at any time, which waits for the helper thread. The same records with the same base give the
+    same bytes.
     """
 
     def __init__(
@@ -52,120 +56,131 @@ class RecordFileWriter:
         stop: StopFlag | None = None,
         progress: Progress | None = None,
         chunk_size: int = CHUNK_SIZE,
+        base: BaseRecords | None = None,
+        compress: bool = False,
     ) -> None:
         self._sink = sink
         self._stop = stop or StopFlag()
         self._progress = progress
         self._chunk_size = chunk_size
-        self._helper: ThreadPoolExecutor | None = None
-        self._pending: deque[Future[None]] = deque()
-        self._open_chunk: list[bytes] = []
-        self._open_size = 0
+        self._alone = min(ALONE, chunk_size)
+        self._base = base
+        self._columns = IndexColumns()
+        self._chunks = ChunkWriter(sink, stop=self._stop, compress=compress)
         self._chunk_count = 0
+        self._buffer: bytearray | None = None
+        self._open_size = 0
+        self._names: set[str] = set()
+        self._waiting: list[Record] = []
+        self._waiting_size = 0
+        self._together = min(_TOGETHER_BYTES, chunk_size)
+        self._batch: list[Chunk] = []
+        self._batch_size = 0
         self._payload_bytes = 0
-        self._offset = HEADER_SIZE
-        self._tables: dict[str, dict[object, int]] = {"names": {}, "content_types": {}, "schemas": {}}
-        self._index = storage_pb2.RecordsIndex(format_version=FORMAT_VERSION)
-        self._digests: list[bytes] = []
-        self._chunks: list[storage_pb2.ChunkEntry] = []
         sink.write(header())
 
     def add(self, record: Record) -> None:
-        """Append a record. Raises InvalidArgument, StateUnwritable, WriteStopped."""
-        fields = check_record(record)
-        columns = self._index.records
-        columns.rollout_ids.append(record.episode.rollout_id)
-        columns.attempts.append(record.episode.attempt)
-        columns.schemas.append(self._position("schemas", (record.schema, record.schema_version)))
-        columns.owners.append(self._position("names", record.owner))
-        columns.revisions.append(0 if record.revision is None else record.revision + 1)
-        columns.fields.append(fields)
-        columns.payload_counts.append(len(record.payloads))
-        payloads = self._index.payloads
+        """Append a record. Raises InvalidArgument (perhaps for an earlier one), StateUnwritable, WriteStopped."""
         for name, payload in record.payloads.items():
-            if type(payload.data) is not bytes:
-                raise InvalidArgument(f"payload {name!r} of {record.episode} is no bytes", episodes=[record.episode])
-            if self._open_chunk and self._open_size + len(payload.data) > self._chunk_size:
-                self._close_chunk()
-            payloads.names.append(self._position("names", name))
-            payloads.chunks.append(self._chunk_count)
-            payloads.offsets.append(self._open_size)
-            payloads.lengths.append(len(payload.data))
-            payloads.codecs.append(storage_pb2.Codec.ValueType(payload.codec.value))
-            payloads.content_types.append(self._position("content_types", payload.content_type))
-            self._open_chunk.append(payload.data)
-            self._open_size += len(payload.data)
+            if type(payload.data) is not bytes or len(payload.data) > MAX_PAYLOAD or type(payload.codec) is not Codec:
+                problem = f"is no bytes, or more than {MAX_PAYLOAD} of them, or of no codec"
+                raise InvalidArgument(f"payload {name!r} of {record.episode} {problem}", episodes=[record.episode])
+            self._waiting_size += len(payload.data)
+        self._waiting.append(record)
+        if self._waiting_size >= self._together or len(self._waiting) >= _TOGETHER:
+            self._place_waiting()
 
-    def _position(self, table: str, entry: object) -> int:
-        known = self._tables[table]
-        return known.setdefault(entry, len(known))
+    def _place_waiting(self) -> None:
+        """Check and place the records that have come together, column by column: one by one costs twice the time."""
+        records, self._waiting, self._waiting_size = self._waiting, [], 0
+        self._columns.add_records(records, check_records(records, self._names))
+        payloads = [payload for record in records for payload in record.payloads.values()]
+        digests = [payload.digest() for payload in payloads]
+        chunks, offsets = self._place([payload.data for payload in payloads], digests)
+        self._columns.add_payloads(payloads, digests, chunks, offsets)
+
+    def _place(self, data: list[bytes], digests: list[bytes]) -> tuple[list[int], list[int]]:
+        """The chunk and the offset in it of each payload."""
+        start, size = self._open_size, sum(map(len, data))
+        if self._base is None and start + size <= self._chunk_size and max(map(len, data), default=0) < self._alone:
+            # All go into the open chunk: copied while they are in the processor's cache, and free to go then.
+            offsets = list(accumulate(map(len, data), initial=start))
+            self._open_size = offsets.pop()
+            if data:
+                self._room()[start : self._open_size] = b"".join(data)
+            return [self._chunk_count] * len(data), offsets
+        places = [self._place_one(*one) for one in zip(data, digests, strict=True)]
+        return [chunk for chunk, _ in places], [offset for _, offset in places]
+
+    def _place_one(self, data: bytes, digest: bytes) -> tuple[int, int]:
+        size = len(data)
+        place = self._base.take(digest, size) if self._base is not None else None
+        if place is not None:
+            self._count(size)
+            return place
+        if size >= self._alone:
+            self._close_chunk()
+            self._add_chunk(Chunk(data, size, digest))
+            return self._chunk_count - 1, 0
+        if self._open_size + size > self._chunk_size:
+            self._close_chunk()
+        start = self._open_size
+        self._open_size += size
+        self._room()[start : self._open_size] = data
+        return self._chunk_count, start
+
+    def _room(self) -> bytearray:
+        """The buffer of the open chunk; what is put beyond its end makes it longer."""
+        if self._buffer is None:
+            self._buffer = self._chunks.buffer()
+        return self._buffer
 
     def _close_chunk(self) -> None:
-        parts, size = self._open_chunk, self._open_size
-        self._open_chunk, self._open_size = [], 0
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            size, self._open_size = self._open_size, 0
+            self._add_chunk(Chunk(buffer, size))
+
+    def _add_chunk(self, chunk: Chunk) -> None:
         self._chunk_count += 1
+        self._batch.append(chunk)
+        self._count(chunk.size)
+
+    def _count(self, size: int) -> None:
+        """Another `size` bytes have their place: hand over what has come together."""
         self._payload_bytes += size
-        if self._helper is None:
-            self._helper = ThreadPoolExecutor(1, thread_name_prefix="gymckpt-records")
-        while len(self._pending) >= _AHEAD:
-            self._pending.popleft().result()
-        self._pending.append(self._helper.submit(self._store, parts, size))
-        self._report()
+        self._batch_size += size
+        if self._batch_size >= self._chunk_size:
+            self._stop.check()
+            batch, self._batch, self._batch_size = self._batch, [], 0
+            if batch:
+                self._chunks.submit(batch)
+            self._report()
 
     def _report(self) -> None:
         if self._progress is not None:
-            self._progress(len(self._index.records.attempts), self._payload_bytes)
-
-    def _store(self, parts: list[bytes], size: int) -> None:
-        """Digest and write one chunk; on the helper thread, or on the caller's once that has ended."""
-        self._stop.check()
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._digests.extend(hashlib.sha256(part).digest() for part in parts)
-        self._chunks.append(
-            storage_pb2.ChunkEntry(
-                offset=self._offset,
-                stored_length=size,
-                raw_length=size,
-                compression=storage_pb2.COMPRESSION_NONE,
-                digest=hashlib.sha256(data).digest(),
-            )
-        )
-        self._sink.write(data)
-        self._offset += size
+            self._progress(len(self._columns), self._payload_bytes)
 
     def finish(self) -> WrittenFile:
         """Write what is left, the index and the footer. Raises StateUnwritable, WriteStopped."""
-        while self._pending:
-            self._pending.popleft().result()
-        self._end_helper()
-        if self._open_chunk:
-            self._payload_bytes += self._open_size
-            self._store(self._open_chunk, self._open_size)
-            self._open_chunk = []
-            self._report()
+        self._place_waiting()
+        self._close_chunk()
+        self._chunks.finish(self._batch)
+        self._batch = []
+        self._report()
         self._stop.check()
-        self._fill_index()
-        data = self._index.SerializeToString(deterministic=True)
-        digest = hashlib.sha256(data)
-        self._sink.write(data)
-        self._sink.write(pack_footer(Footer(self._offset, len(data), digest.digest())))
-        size = self._offset + len(data) + len(pack_footer(Footer(0, 0, digest.digest())))
-        return WrittenFile(digest.hexdigest(), size, len(self._index.records.attempts), self._payload_bytes)
-
-    def _fill_index(self) -> None:
-        self._index.names.extend(str(name) for name in self._tables["names"])
-        self._index.content_types.extend(str(name) for name in self._tables["content_types"])
-        for entry in self._tables["schemas"]:
-            assert isinstance(entry, tuple)
-            self._index.schemas.add(name=entry[0], version=entry[1])
-        self._index.chunks.extend(self._chunks)
-        self._index.payloads.digests = b"".join(self._digests)
+        base_files = self._base.used_files if self._base is not None else ()
+        base_chunks = self._base.used_chunks if self._base is not None else ()
+        index = self._columns.to_bytes(self._chunks.stored, base_files, base_chunks)
+        if len(index) > MAX_INDEX:
+            raise InvalidArgument(f"{len(self._columns)} records need an index of {len(index)} bytes, over {MAX_INDEX}")
+        digest = hashlib.sha256(index)
+        footer = pack_footer(Footer(self._chunks.offset, len(index), digest.digest()))
+        self._sink.write(index)
+        self._sink.write(footer)
+        size = self._chunks.offset + len(index) + len(footer)
+        return WrittenFile(digest.hexdigest(), size, len(self._columns), self._payload_bytes, base_files)
 
     def abort(self) -> None:
         """End the helper thread; once this has returned nothing more is written."""
-        self._end_helper()
-
-    def _end_helper(self) -> None:
-        helper, self._helper = self._helper, None
-        if helper is not None:
-            helper.shutdown(wait=True, cancel_futures=True)
+        self._chunks.abort()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
+import msgspec
 import orjson
 
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateCorrupt
@@ -19,6 +21,10 @@ MAX_FIELDS = 64 << 10
 MAX_LABEL = 256
 """Longest schema, owner, payload name, in characters."""
 
+# Of these orjson keeps every value exactly or refuses it; keys it takes only if they are of exactly the type str.
+_PLAIN = frozenset({str, int, bool, type(None)})
+_FIELDS = orjson.OPT_PASSTHROUGH_SUBCLASS
+
 Scalar = None | bool | int | float | str
 FieldValue = Scalar | list[Any] | tuple[Any, ...]
 """A scalar, or a list of scalars. Tuples come back as lists; ints have 64 bits; floats are finite."""
@@ -30,14 +36,16 @@ class EpisodeSelection(Protocol):
     def __contains__(self, episode: EpisodeId, /) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A piece of state of one episode.
+class Record(msgspec.Struct, frozen=True, eq=False):
+    """A piece of state of one episode. To change a copy: `msgspec.structs.replace`.
 
     schema, schema_version: what its fields and payloads mean; version 1 and up. owner: routing id of the
     worker that held it, or empty. revision: the author's own counter of changes, 0 and up, or None. fields:
     small facts that readers see without decoding state (FieldValue, at most 64 KiB encoded, key order kept).
     payloads: named state. Storage keeps the order of records and does not ask whether an episode has several.
+
+    Two are equal that say the same; source and ahead do not count. source: the file it was read from and its position
+    there, for errors. ahead: what a reader decoded already, by name of the payload, with the payload it was made of.
     """
 
     episode: EpisodeId
@@ -45,42 +53,116 @@ class Record:
     schema_version: int = 1
     owner: str = ""
     revision: int | None = None
-    fields: Mapping[str, FieldValue] = field(default_factory=dict)
-    payloads: Mapping[str, Payload] = field(default_factory=dict)
+    fields: Mapping[str, FieldValue] = msgspec.field(default_factory=dict)
+    payloads: Mapping[str, Payload] = msgspec.field(default_factory=dict)
+    source: tuple[str, int] | None = None
+    ahead: dict[str, tuple[Payload, Any]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Record):
+            return NotImplemented
+        return self._said() == other._said()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name} ({len(payload.data)} bytes)" for name, payload in self.payloads.items())
+        return f"Record({self.episode}, {self.schema!r} {self.schema_version}, {dict(self.fields)!r}, {names})"
+
+    def _said(self) -> tuple[object, ...]:
+        what = (self.schema, self.schema_version, self.owner, self.revision, self.fields, self.payloads)
+        return (self.episode, *what)
 
     def decode(self, name: str) -> Any:
-        """Decode one payload. Raises StateCorrupt naming file, record and payload; also if there is none."""
+        """Decode one payload; each call gives a value of its own, which the caller may change.
+
+        Raises StateCorrupt naming file, record and payload; also if there is none of that name.
+        """
         payload = self.payloads.get(name)
         if payload is None:
             raise StateCorrupt(f"the {self.schema} record of {self.episode} has no {name!r}", episodes=[self.episode])
+        if self.ahead and (found := self.ahead.pop(name, None)) is not None and found[0] is payload:
+            return found[1]
+        return self._decode(name, payload)
+
+    def decode_ahead(self) -> None:
+        """Decode every payload now, so that the first `decode` of each costs nothing. Raises StateCorrupt as it does.
+
+        For threads that read records which others will take apart where time matters more.
+        """
+        ahead: dict[str, tuple[Payload, Any]] = {}
+        for name, payload in self.payloads.items():
+            ahead[name] = (payload, self._decode(name, payload))
+        msgspec.structs.force_setattr(self, "ahead", ahead)
+
+    def _decode(self, name: str, payload: Payload) -> Any:
         try:
             return decode(payload)
+        except StateCorrupt:
+            pass
+        whose = f"the {self.schema} record"
+        if self.source is not None:
+            path, at = self.source
+            whose = f"{path!r}, record {at}"
+        try:
+            return decode(payload, where=f"{whose} of {self.episode}, payload {name!r}")
         except StateCorrupt as error:
             raise StateCorrupt(error.message, episodes=[self.episode]) from error.__cause__
 
 
-def check_record(record: Record) -> bytes:
-    """Check a record; returns its encoded fields. Raises InvalidArgument naming episode and field."""
-    whose = f"the {record.schema[:80]} record of {record.episode}"
-    labels = [record.schema, record.owner, *record.payloads]
-    if not record.schema or not all(len(label) <= MAX_LABEL and _is_text(label) for label in labels):
-        raise InvalidArgument(f"{whose} has an unusable schema, owner or payload name", episodes=[record.episode])
-    if not 1 <= record.schema_version < 2**32:
-        raise InvalidArgument(f"{whose} has schema_version {record.schema_version}", episodes=[record.episode])
-    if record.revision is not None and not 0 <= record.revision < 2**64 - 1:
-        raise InvalidArgument(f"{whose} has revision {record.revision}", episodes=[record.episode])
-    if not record.fields:
-        return b"{}"
-    for name, value in record.fields.items():
+def check_records(records: Sequence[Record], checked: set[str]) -> list[bytes]:
+    """Check records; returns the encoded fields of each. Raises InvalidArgument naming the first episode and field.
+
+    checked: names that were found usable, which are not looked at again; grows.
+    """
+    content_types = {payload.content_type for record in records for payload in record.payloads.values()}
+    if not checked.issuperset(content_types):
+        _check_content_types(records)
+        checked.update(content_types)
+    for record in records:
+        labels = (record.schema, record.owner, *record.payloads)
+        if not (record.schema and checked.issuperset(labels)):
+            if not record.schema or not all(map(_is_label, labels)):
+                raise _refusal(record, "has an unusable schema, owner or payload name")
+            checked.update(labels)
+        if not 1 <= record.schema_version < 2**32:
+            raise _refusal(record, f"has schema_version {record.schema_version}")
+        if record.revision is not None and not 0 <= record.revision < 2**64 - 1:
+            raise _refusal(record, f"has revision {record.revision}")
+    fields = [record.fields if type(record.fields) is dict else dict(record.fields) for record in records]
+    if _PLAIN.issuperset(map(type, chain.from_iterable(each.values() for each in fields))):
+        with suppress(TypeError, ValueError):
+            # Copied: what orjson returns keeps the 4 KiB that it was written into.
+            encoded = [bytes(memoryview(orjson.dumps(each, option=_FIELDS))) for each in fields]
+            if max(map(len, encoded), default=0) <= MAX_FIELDS:
+                return encoded
+    return [_encode_fields(*one) for one in zip(records, fields, strict=True)]
+
+
+def _check_content_types(records: Sequence[Record]) -> None:
+    for record in records:
+        for name, payload in record.payloads.items():
+            if not _is_label(payload.content_type):
+                raise _refusal(record, f"has an unusable content type of its payload {name[:80]!r}")
+
+
+def _encode_fields(record: Record, fields: dict[str, FieldValue]) -> bytes:
+    """One by one, for what is not plain, and to name what is wrong."""
+    for name, value in fields.items():
         if problem := _field_problem(name, value):
-            raise InvalidArgument(f"{whose}: field {ascii(name)[:80]} {problem}", episodes=[record.episode])
-    data = orjson.dumps(dict(record.fields))
+            raise _refusal(record, f"has a field {ascii(name)[:80]} that {problem}")
+    data = bytes(memoryview(orjson.dumps(fields, option=_FIELDS)))
     if len(data) > MAX_FIELDS:
-        raise InvalidArgument(
-            f"{whose} has fields of {len(data)} bytes, more than {MAX_FIELDS}; put them into a payload",
-            episodes=[record.episode],
-        )
+        raise _refusal(record, f"has fields of {len(data)} bytes, more than {MAX_FIELDS}; put them into a payload")
     return data
+
+
+def _refusal(record: Record, problem: str) -> InvalidArgument:
+    return InvalidArgument(f"the {record.schema[:80]} record of {record.episode} {problem}", episodes=[record.episode])
+
+
+def _is_label(label: str) -> bool:
+    return len(label) <= MAX_LABEL and _is_text(label)
 
 
 def _field_problem(name: Any, value: Any) -> str | None:

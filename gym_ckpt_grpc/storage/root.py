@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gym_ckpt_grpc.protocol.errors import (
@@ -13,29 +14,21 @@ from gym_ckpt_grpc.protocol.errors import (
     Violation,
 )
 from gym_ckpt_grpc.protocol.ids import checkpoint_id_problem
+from gym_ckpt_grpc.storage import holds, pins
 from gym_ckpt_grpc.storage import owner as owners
-from gym_ckpt_grpc.storage import pins
 from gym_ckpt_grpc.storage.aggregate import AggregateManifest, read_aggregate
 from gym_ckpt_grpc.storage.files import FileLayer
+from gym_ckpt_grpc.storage.holds import Hold
 from gym_ckpt_grpc.storage.intent import Intent, read_intent, write_intent
 from gym_ckpt_grpc.storage.local_files import LocalFiles
 from gym_ckpt_grpc.storage.locations import CheckpointLocation, path_to_uri, resolve_root
 from gym_ckpt_grpc.storage.owner import Owner
 from gym_ckpt_grpc.storage.pins import Pin
+from gym_ckpt_grpc.storage.preflight import Preflight, preflight
 from gym_ckpt_grpc.storage.sequence import Publication, Sequence
 
 LATEST = "latest"
 """What `find` takes for the newest published checkpoint."""
-
-_SPARE = 16 << 20  # bytes for manifests and the sequence, beyond what is expected of the records
-
-
-@dataclass(frozen=True, slots=True)
-class Preflight:
-    """What a preflight found. free_bytes: None if the place cannot say. notes: for people."""
-
-    free_bytes: int | None
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +87,7 @@ class CheckpointRoot:
 
         Makes the root if it is missing. Raises StateUnwritable naming the path.
         """
-        self.files.make_dirs(self.path)
-        notes = self.files.probe(self.path)
-        free = self.files.free_bytes(self.path)
-        if free is not None and free < expected_bytes + _SPARE:
-            raise StateUnwritable(f"{self.path!r} has {free} bytes left, {expected_bytes + _SPARE} are needed")
-        return Preflight(free, notes)
+        return preflight(self.files, self.path, expected_bytes=expected_bytes)
 
     # ---- checkpoints
 
@@ -188,7 +176,7 @@ class CheckpointRoot:
             return Published(publication, error.message)
         return Published(publication)
 
-    # ---- owner and pins
+    # ---- owner, pins and holds
 
     def read_owner(self) -> Owner | None:
         """Who owns the root, as far as can be read."""
@@ -199,16 +187,54 @@ class CheckpointRoot:
         owners.write_owner(self.files, self.path, owner)
 
     def pin(self, checkpoint_id: str, *, epoch: int) -> Pin:
-        """Hold a checkpoint for a restore. Raises StateUnwritable, InvalidArgument."""
-        self.location(checkpoint_id)
+        """Keep a checkpoint for a restore. Once this has returned it stays; see retention.py.
+
+        Raises StateNotFound if it is not there, StateCorrupt, StateUnwritable, InvalidArgument.
+        """
         pin = Pin(epoch, checkpoint_id)
+        self._require_complete(checkpoint_id)
         pins.add_pin(self.files, self.path, pin)
+        self._keep_or(lambda: self.unpin(pin), checkpoint_id)
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Let a checkpoint go; not held is fine. Raises StateUnwritable."""
+        """Let a checkpoint go; not pinned is fine. Raises StateUnwritable."""
         pins.remove_pin(self.files, self.path, pin)
 
     def pins(self) -> tuple[Pin, ...]:
         """Every pin. Raises StateCorrupt if they cannot be read."""
         return pins.list_pins(self.files, self.path)
+
+    def hold(self, checkpoint_id: str, name: str) -> Hold:
+        """Keep a complete checkpoint until `release`, through all epochs. Once this has returned it stays.
+
+        name: who holds it, at most 100 characters as in an id; again with the same name is fine. Raises
+        StateNotFound if it is not there, StateCorrupt, StateUnwritable, InvalidArgument.
+        """
+        hold = Hold(checkpoint_id, name)
+        holds.check_name(name)
+        self._require_complete(checkpoint_id)
+        holds.add_hold(self.files, self.path, hold)
+        self._keep_or(lambda: self.release(checkpoint_id, name), checkpoint_id)
+        return hold
+
+    def release(self, checkpoint_id: str, name: str) -> None:
+        """Let a held checkpoint go; not held is fine. Raises StateUnwritable, InvalidArgument."""
+        self.location(checkpoint_id)
+        holds.remove_hold(self.files, self.path, Hold(checkpoint_id, name))
+
+    def holds(self) -> tuple[Hold, ...]:
+        """Every hold, by checkpoint and name. Raises StateCorrupt if they cannot be read."""
+        return holds.list_holds(self.files, self.path)
+
+    def _require_complete(self, checkpoint_id: str) -> None:
+        self.files.open(self.location(checkpoint_id).aggregate).close()
+
+    def _keep_or(self, undo: Callable[[], None], checkpoint_id: str) -> None:
+        """Look again once a pin or hold is placed: a removal that looked before then has moved the checkpoint away."""
+        try:
+            self._require_complete(checkpoint_id)
+        except StateNotFound:
+            with suppress(StateUnwritable):
+                undo()
+            raise

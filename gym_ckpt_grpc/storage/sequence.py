@@ -9,7 +9,7 @@ epoch.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -31,6 +31,7 @@ from gym_ckpt_grpc.storage.part_manifest import Count
 from gym_ckpt_grpc.storage.placing import replace_hint, sync_up, write_temporary
 
 _WIDTH = 12
+_MAX_MISSING = 10_000  # entries that damage may have taken; a number beyond is a stray file's
 _TRIES = 1000  # of losing the next number to somebody else
 
 
@@ -81,15 +82,26 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    """What all entries say together. blind: the first unreadable file that no later claim covers."""
+class History:
+    """What all entries say together.
+
+    last: the highest number. epoch: the highest claimed one, 0 before the first. released: whether it was released.
+    claims: epoch -> (controller_id, run_id). publications: oldest first. problems: what is damaged or missing. blind:
+    the first problem that no later claim covers.
+    """
 
     last: int
     epoch: int
     released: bool
-    controller_id: str
+    claims: Mapping[int, tuple[str, str]]
     publications: tuple[Publication, ...]
+    problems: tuple[StateCorrupt, ...]
     blind: StateCorrupt | None
+
+    @property
+    def controller_id(self) -> str:
+        """Whose the highest epoch is."""
+        return self.claims.get(self.epoch, ("", ""))[0]
 
 
 class Sequence:
@@ -110,10 +122,14 @@ class Sequence:
     def entries(self) -> Iterator[Entry | StateCorrupt]:
         """Every entry in order; an error in the place of one that is damaged or missing.
 
-        Raises StateCorrupt itself only if the directory cannot be read.
+        Raises StateCorrupt itself only if the directory cannot be read, or has a number that no run of entries leads
+        to: whoever counted up to it would not come back.
         """
-        numbers = [int(name) for name in self._files.names(self.directory) if _is_number(name)]
-        for number in range(1, max(numbers, default=0) + 1):
+        numbers = self.numbers()
+        last = max(numbers, default=0)
+        if last > len(numbers) + _MAX_MISSING:
+            raise StateCorrupt(f"{self.path(last)!r} is no entry of a sequence of {len(numbers)}; take it away")
+        for number in range(1, last + 1):
             yield self._try_read(number)
 
     def _try_read(self, number: int) -> Entry | StateCorrupt:
@@ -134,11 +150,11 @@ class Sequence:
 
     def problems(self) -> list[StateCorrupt]:
         """What is damaged or missing in the sequence, in order."""
-        return [entry for entry in self.entries() if isinstance(entry, StateCorrupt)]
+        return list(self.history().problems)
 
     def publications(self) -> tuple[Publication, ...]:
         """All readable publications, newest first."""
-        return self._state().publications[::-1]
+        return self.history().publications[::-1]
 
     def latest(self) -> Publication | None:
         """The newest readable publication, or None. LATEST is a hint where to begin, and never trusted."""
@@ -176,30 +192,39 @@ class Sequence:
 
     def epoch(self) -> tuple[int, bool]:
         """The highest claimed epoch (0: none yet), and whether it was released."""
-        state = self._state()
+        state = self.history()
         return state.epoch, state.released
 
-    def _state(self) -> _State:
-        last, epoch, released, controller = 0, 0, False, ""
+    def history(self) -> History:
+        """Read every entry once. Raises StateCorrupt only if the directory cannot be read."""
+        last, epoch, released = 0, 0, False
         blind: StateCorrupt | None = None
+        claims: dict[int, tuple[str, str]] = {}
         publications: list[Publication] = []
+        problems: list[StateCorrupt] = []
         for entry in self.entries():
             last += 1
             if isinstance(entry, StateCorrupt):
+                problems.append(entry)
                 blind = blind or entry
                 continue
             if entry.kind == "claim":
                 blind = None  # whoever made it had read all before it
+                claims.setdefault(entry.epoch, (entry.controller_id, entry.run_id))
                 if entry.epoch > epoch:
-                    epoch, released, controller = entry.epoch, False, entry.controller_id
+                    epoch, released = entry.epoch, False
             elif entry.kind == "release":
                 released = released or entry.epoch == epoch
             elif publication := _as_publication(entry):
                 publications.append(publication)
-        return _State(last, epoch, released, controller, tuple(publications), blind)
+        return History(last, epoch, released, claims, tuple(publications), tuple(problems), blind)
 
-    def _state_for_writing(self) -> _State:
-        state = self._state()
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers that have an entry, read or not: entries never change, so the same numbers say the same."""
+        return tuple(int(name) for name in self._files.names(self.directory) if _is_number(name))
+
+    def _history_for_writing(self) -> History:
+        state = self.history()
         if state.blind is not None:
             raise StateCorrupt(
                 f"{state.blind.message}; it may hold a higher epoch, so nothing is added to the sequence"
@@ -215,7 +240,7 @@ class Sequence:
         StateUnwritable (an epoch may be used up then; claim again).
         """
         for _ in range(_TRIES):
-            state = self._state_for_writing()
+            state = self._history_for_writing()
             entry = Entry(
                 kind="claim",
                 number=state.last + 1,
@@ -239,7 +264,7 @@ class Sequence:
         Raises StateCorrupt, StateUnwritable.
         """
         for _ in range(_TRIES):
-            state = self._state_for_writing()
+            state = self._history_for_writing()
             if state.epoch != claim.epoch or state.released:
                 return
             try:
@@ -262,7 +287,7 @@ class Sequence:
         if not documents.is_digest(manifest_digest):
             raise InvalidArgument(f"{manifest_digest[:80]!r} is no sha256 in hex")
         for _ in range(_TRIES):
-            state = self._state_for_writing()
+            state = self._history_for_writing()
             if (done := self._published(state, checkpoint_id, manifest_digest)) is not None:
                 self._settle(done.number)
                 return done
@@ -282,7 +307,7 @@ class Sequence:
             return Publication(entry.number, epoch, checkpoint_id, manifest_digest)
         raise StateUnwritable(f"{self.directory!r}: lost the next number {_TRIES} times")
 
-    def _published(self, state: _State, checkpoint_id: str, manifest_digest: str) -> Publication | None:
+    def _published(self, state: History, checkpoint_id: str, manifest_digest: str) -> Publication | None:
         for publication in state.publications:
             if publication.checkpoint_id == checkpoint_id:
                 if publication.manifest_digest == manifest_digest:
@@ -325,7 +350,7 @@ class Sequence:
         return True
 
 
-def _check_epoch(state: _State, epoch: int) -> None:
+def _check_epoch(state: History, epoch: int) -> None:
     if epoch < state.epoch:
         raise StaleController(f"epoch {epoch} was replaced by {state.epoch}, of controller {state.controller_id!r}")
     if epoch > state.epoch:

@@ -24,6 +24,8 @@ from gym_ckpt_grpc.testing.gates import Gate as Gate
 from gym_ckpt_grpc.testing.network import Cable as Cable
 from gym_ckpt_grpc.testing.network import Network as Network
 from gym_ckpt_grpc.testing.owner import FakeOwner as FakeOwner
+from gym_ckpt_grpc.testing.revisions import RevisedHooks as RevisedHooks
+from gym_ckpt_grpc.testing.revisions import RevisionAudit as RevisionAudit
 from gym_ckpt_grpc.testing.serving import QUICK as QUICK
 from gym_ckpt_grpc.testing.serving import Served as Served
 from gym_ckpt_grpc.testing.serving import serve as serve

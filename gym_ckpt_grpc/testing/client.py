@@ -125,16 +125,21 @@ class ParticipantClient:
         scope: Scope = None,
         *,
         uri: str = "",
+        base: str = "",
         stop: bool = False,
         incarnation: str = "",
         timeout: float | None = None,
         **who: Any,
     ) -> pb.CommitResponse:
-        """Commit a scope, to the checkpoint's directory under the root unless `uri` names another."""
+        """Commit a scope, to the checkpoint's directory under the root unless `uri` names another.
+
+        base: id of an earlier checkpoint under the root whose unchanged records are named, not written again.
+        """
         request = pb.CommitRequest(
             context=self.context(id, **who),
             scope=scope_message(scope),
             storage_uri=uri or self.uri(id),
+            base_checkpoint_uri=self.uri(base) if base else "",
             expected_incarnation_id=incarnation,
             stop=stop,
         )

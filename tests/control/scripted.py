@@ -54,7 +54,7 @@ class Gate:
         self.entered = asyncio.Event()
         self.open = asyncio.Event()
         self.open.set()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.count = 0
 
     def hold(self) -> None:
@@ -390,12 +390,14 @@ class Participant:
         incarnation: str = "",
         stop: bool = False,
         uri: str = "",
+        base: str = "",
         **who: Any,
     ) -> pb.CommitResponse:
         request = pb.CommitRequest(
             context=context(id, **who),
             scope=scope_message(scope),
             storage_uri=uri or self.uri(id),
+            base_checkpoint_uri=self.uri(base) if base else "",
             expected_incarnation_id=incarnation,
             stop=stop,
         )

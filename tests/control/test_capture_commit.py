@@ -247,6 +247,20 @@ async def test_an_export_that_fails_in_an_unknown_way_leaks_nothing(tmp_path: Pa
         assert "secret" not in str(caught.value)
 
 
+@pytest.mark.behaviour("C91")
+async def test_an_export_that_cancels_itself_has_failed(tmp_path: Path) -> None:
+    """Nobody resumed: a task that the hook awaited was cancelled. It may be asked again."""
+    async with Participant(tmp_path) as p:
+        p.add("a")
+        await p.prepare()
+        p.owner.exports.error = asyncio.CancelledError()
+        with pytest.raises(ExportFailed, match="cancel"):
+            await p.capture([A])
+        assert await p.phase() == "PREPARED"
+        p.owner.exports.error = None
+        assert (await p.capture([A])).record_count == 1
+
+
 async def test_an_export_outside_the_scope_fails(tmp_path: Path) -> None:
     """The owner's fault; nothing of it is written."""
 
@@ -476,10 +490,10 @@ async def test_progress_of_a_write(tmp_path: Path) -> None:
     async with Participant(tmp_path) as p:
         p.add(*(f"r{i}" for i in range(20)))
         await p.prepare()
-        p.files.hold("publish")
+        p.files.hold("publish", "manifest.json")
         async with running(p.commit()):
             await p.files.wait_entered()
             progress = (await p.status()).progress
             assert (progress.records_done, progress.records_total) == (20, 20)
-            assert progress.bytes_done > 0
+            assert progress.bytes_done == progress.bytes_total > 0
             p.files.release()

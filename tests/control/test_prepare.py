@@ -379,3 +379,22 @@ def test_reports_survive_the_wire() -> None:
         {"episodes": 3},
     )
     assert wire.report_from(wire.report_to(report)) == report
+
+
+@pytest.mark.parametrize("hook", ["closes", "opens"])
+async def test_a_hook_that_cancels_itself_has_failed(tmp_path: Path, hook: str) -> None:
+    """A task that it awaited was cancelled, and nobody else was: nothing stays closed by that."""
+    async with Participant(tmp_path) as p:
+        gate = getattr(p.owner, hook)
+        gate.error = asyncio.CancelledError()
+        if hook == "closes":
+            with pytest.raises(InternalError):
+                await p.prepare()
+        else:
+            await p.prepare()
+            resuming = asyncio.create_task(p.resume())
+            await gate.reached(2)
+            gate.error = None
+            await resuming
+        assert await p.phase() == "IDLE"
+        assert p.owner.open

@@ -80,4 +80,4 @@ async def test_lost_replies(tmp_path: Path) -> None:
                 assert second == first, method
             assert {name: count - before[name] for name, count in hooks(p).items() if count != before[name]} == worked
         assert p.owner.live == {EpisodeId("a", 1): {"name": "a"}, EpisodeId("b", 1): {"name": "b"}}
-        assert len([c for c in p.files.calls if c.startswith("publish")]) == 1
+        assert len([c for c in p.files.calls if c.startswith("publish") and c.endswith("manifest.json")]) == 1

@@ -164,6 +164,16 @@ async def test_a_close_that_fails(tmp_path: Path, digest: str) -> None:
             await p.restore([A])
 
 
+@pytest.mark.parametrize("hook", ["closes", "stages", "activates"])
+async def test_a_hook_that_cancels_itself_has_failed(tmp_path: Path, digest: str, hook: str) -> None:
+    """A task that it awaited was cancelled, and nobody else was: nothing stays closed by that."""
+    async with Participant(tmp_path) as p:
+        getattr(p.owner, hook).error = asyncio.CancelledError()
+        with pytest.raises(InstallFailed):
+            await p.restore([A])
+        await assert_untouched(p)
+
+
 @pytest.mark.behaviour("C141", "C142", "C13", "C145")
 async def test_an_install_that_outlives_its_call(tmp_path: Path, digest: str) -> None:
     """DEADLINE_EXCEEDED, RESTORING, closed, for as long as it runs; the same Restore joins it and is replayed then."""

@@ -238,7 +238,7 @@ async def test_the_fleet_works_on_while_records_are_written(nodes: Nodes) -> Non
         await checkpoint.publish()
     assert checkpoint.result is not None
     assert checkpoint.result.state is CheckpointState.PUBLISHED
-    assert len(nodes["env"].calls["Resume"]) == 1
+    assert len(nodes["env"].owner.openings) == 1
     assert checkpoint.result.timing.pause_ms > 0
     for node in nodes:
         await node.restart()

@@ -259,6 +259,7 @@ async def test_a_stage_is_an_event(nodes: Nodes) -> None:
     async with nodes.coordinator() as coordinator, coordinator.checkpoint() as checkpoint:
         await checkpoint.prepare(ready_within=5)
     stages = [e.message for e in coordinator.events if e.kind is EventKind.STAGE]
+    assert stages.pop().startswith("prepared: every participant is at its cut after ")
     assert stages == [f"{kind}: 1 of 1 prepared" for kind in ("environment", "policy_model", "agent", "resources")]
     assert [e.number for e in coordinator.events] == list(range(1, len(coordinator.events) + 1))
 

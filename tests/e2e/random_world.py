@@ -183,7 +183,8 @@ class World:
         await self.gym.settled()
         self.collect()
         results, let_go = dict(self.results), frozenset(self.let_go)
-        await self.gym.commit(checkpoint)
+        number = len(self.published)
+        await self.gym.commit(checkpoint, incremental=number % 2 == 1, released=number % 3 > 0)
         kept = {episode.rollout_id: self._kept(episode, checkpoint.id) for episode in checkpoint.continued}
         self.saved = Saved(results, let_go, kept, checkpoint.id)
         self.published.append(checkpoint.id)

@@ -138,9 +138,23 @@ class Rig:
             preparing.cancel()
             await asyncio.gather(preparing, return_exceptions=True)
 
-    async def commit(self, checkpoint: Checkpoint, scope: Sequence[EpisodeId] | None = None) -> None:
-        """Commit a prepared checkpoint of these rollouts (what is in flight), and publish it."""
-        await checkpoint.commit(checkpoint.report.continued(self.in_flight if scope is None else scope))
+    async def commit(
+        self,
+        checkpoint: Checkpoint,
+        scope: Sequence[EpisodeId] | None = None,
+        *,
+        incremental: bool = False,
+        released: bool = False,
+    ) -> None:
+        """Commit a prepared checkpoint of these rollouts (what is in flight), and publish it.
+
+        released: every server goes on while it is written.
+        """
+        await checkpoint.commit(
+            checkpoint.report.continued(self.in_flight if scope is None else scope),
+            incremental=incremental,
+            reopen_when_captured=released,
+        )
         await checkpoint.publish()
 
     async def settled(self) -> None:

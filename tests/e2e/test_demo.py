@@ -26,6 +26,9 @@ FIELDS = {
     "turns_saved",
     "generations_continued",
     "pause_ms",
+    "cut_ms",
+    "durable_ms",
+    "published_ms",
     "bytes",
 }
 
@@ -47,7 +50,8 @@ def test_every_rollout_in_flight_continues_and_nothing_differs() -> None:
     assert report["generations_continued"] > report["in_flight"] / 2  # most were in the middle of one
     assert report["tokens_kept"] > report["generations_continued"]
     assert report["tokens_redone"] > 0  # the crash came after further work, which is really lost
-    assert report["pause_ms"] > 0
+    assert 0 < report["cut_ms"] < report["pause_ms"]
+    assert 0 < report["durable_ms"] < report["published_ms"]
     assert report["bytes"] > 0
 
 

@@ -29,6 +29,7 @@ from tests.golden.scenes import (
     HELD_AFTER,
     HELD_TURN,
     HERE,
+    LATER,
     PLACE,
     Scene,
     scenes,
@@ -46,7 +47,10 @@ def digests() -> dict[str, str]:
 
 
 async def make_scene(scene: Scene, out: Path, scratch: Path) -> None:
-    """Run a deployment to the middle of its rollouts, checkpoint it, kill it, and keep what a restore needs."""
+    """Run a deployment to the middle of its rollouts, checkpoint it twice, kill it, and keep what a restore needs.
+
+    The second checkpoint points into the first.
+    """
     async with rig(scratch, scene.topology) as gym:
         await gym.start()
         await gym.hold_tokens(HELD_AFTER, turn=HELD_TURN)
@@ -54,6 +58,10 @@ async def make_scene(scene: Scene, out: Path, scratch: Path) -> None:
         for task in scene.tasks:
             await gym.held_tokens(task.rollout_id)
         await gym.checkpoint()
+        for task in scene.tasks:  # cut, continued, and held once more
+            await gym.held_tokens(task.rollout_id)
+        async with gym.prepared() as checkpoint:
+            await gym.commit(checkpoint, incremental=True)
         await gym.crash()
         shutil.copytree(gym.plan.root, out / "root")
         shutil.copytree(gym.plan.staged, out / "staged")
@@ -66,9 +74,10 @@ def make_values(out: Path) -> None:
     kind, service, instance = PLACE
     root = CheckpointRoot((out / "root").as_uri(), files=LocalFiles())
     identity = ParticipantIdentity(kind, service, instance, incarnation_id="golden")
-    write_part(
-        root.files, root.location(CHECKPOINT), identity, checkpoint_id=CHECKPOINT, records=value_records(), restarts=0
-    )
+    records, base = value_records(), root.location(CHECKPOINT)
+    write_part(root.files, base, identity, checkpoint_id=CHECKPOINT, records=records[::2], restarts=0)
+    later = root.location(LATER)
+    write_part(root.files, later, identity, checkpoint_id=LATER, records=records, base=base, compress=True)
 
 
 def main() -> None:

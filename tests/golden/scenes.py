@@ -16,11 +16,12 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import Payload, Record, encode, raw
 
 HERE = Path(__file__).parent
-FORMAT = HERE / "format-1"
+FORMAT = HERE / "format-2"
 """The fixtures of today's format. A new format gets a directory of its own, and this one stays."""
 FORMATS = sorted(HERE.glob("format-*"))
 DIGESTS = HERE / "digests.json"
-CHECKPOINT = "golden"
+CHECKPOINT, LATER = "golden", "golden-later"
+"""Of the values: a full one, and, from format 2 on, an incremental and compressed one that points into it."""
 
 HELD_TURN, HELD_AFTER = 2, 7
 """The model call of each rollout that was running, and how many tokens it had."""
@@ -62,12 +63,14 @@ VALUES: Mapping[str, Any] = {
     "nested": [[[[[[[[{"deep": [None, True, False]}]]]]]]]],
 }
 RAW = b"\x89any bytes at all\n"
+LONG = "the same words over and over, " * 200
 
 
 def value_records() -> list[Record]:
-    """One record for each value, and one of the server's own bytes."""
+    """One record for each value, one of the server's own bytes, and one of text that shrinks."""
     payloads: dict[str, Payload] = {name: encode(value) for name, value in VALUES.items()}
     payloads["raw"] = raw(RAW, "application/x-own")
+    payloads["long"] = encode(LONG)
     return [
         Record(
             EpisodeId("v", number), "gymckpt.golden", 1, fields={"name": name, "number": number}, payloads={name: it}

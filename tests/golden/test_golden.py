@@ -19,7 +19,19 @@ from gym_ckpt_grpc.storage import CheckpointRoot, LocalFiles, read_part, verify_
 from gym_ckpt_grpc.storage.record_format import FORMAT_VERSION
 from tests.e2e.rig import rig
 from tests.golden.make import digests, read_expected
-from tests.golden.scenes import CHECKPOINT, DIGESTS, FORMATS, HELD_AFTER, HELD_TURN, PLACE, RAW, VALUES, scenes
+from tests.golden.scenes import (
+    CHECKPOINT,
+    DIGESTS,
+    FORMATS,
+    HELD_AFTER,
+    HELD_TURN,
+    LATER,
+    LONG,
+    PLACE,
+    RAW,
+    VALUES,
+    scenes,
+)
 
 
 def test_no_fixture_was_changed() -> None:
@@ -35,8 +47,12 @@ def test_todays_format_has_a_fixture() -> None:
 @pytest.mark.parametrize("scene", ["native", "legacy"])
 def test_each_verifies(format: Path, scene: str) -> None:
     root = CheckpointRoot((format / scene / "root").as_uri(), files=LocalFiles())
-    [listed] = root.published()
-    assert [str(found) for found in verify_checkpoint(root, listed.publication.checkpoint_id) if found.is_fault] == []
+    listed = list(root.published())
+    assert len(listed) == (1 if format.name == "format-1" else 2)
+    for each in listed:
+        assert [str(found) for found in verify_checkpoint(root, each.publication.checkpoint_id) if found.is_fault] == []
+    assert listed[0].manifest is not None
+    assert (max(member.chain for member in listed[0].manifest.members) > 0) == (len(listed) > 1)
 
 
 @pytest.mark.e2e
@@ -64,10 +80,12 @@ async def test_rollouts_of_every_format_continue_in_todays_servers(format: Path,
 @pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
 def test_hard_values_come_back_as_they_were(format: Path) -> None:
     root = CheckpointRoot((format / "values" / "root").as_uri(), files=LocalFiles())
-    part = read_part(root.files, root.location(CHECKPOINT), PLACE, checkpoint_id=CHECKPOINT)
-    assert [record.episode for record in part.records] == [EpisodeId("v", n) for n in range(len(VALUES) + 1)]
+    newest = CHECKPOINT if format.name == "format-1" else LATER
+    part = read_part(root.files, root.location(newest), PLACE, checkpoint_id=newest)
+    assert [record.episode for record in part.records] == [EpisodeId("v", n) for n in range(part.total_count)]
     found = {str(record.fields["name"]): record.decode(str(record.fields["name"])) for record in part.records}
     assert found.pop("raw") == RAW
+    assert found.pop("long", LONG) == LONG
     assert [same(found[name], value) for name, value in VALUES.items()] == [True] * len(VALUES)
 
 

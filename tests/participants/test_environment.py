@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gym_ckpt_grpc.control.ports import EpisodeListKind, HookFailed, InvalidState
 from gym_ckpt_grpc.participants import EnvironmentOwner, EnvironmentSettings, EpisodeContext, StepMode
@@ -449,7 +449,7 @@ async def test_a_boundary_that_cannot_be_kept_names_its_episode() -> None:
 )
 async def test_a_record_that_is_not_exactly_one_is_refused(change: dict[str, Any]) -> None:
     record = await a_record()
-    changed = dataclasses.replace(record, **change)
+    changed = replace(record, **change)
     rig = Rig()
     with pytest.raises(InvalidState) as caught:
         await restore(rig.owner, [changed])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from gym_ckpt_grpc.capture import CaptureLedger
 from gym_ckpt_grpc.control import HookFailed, InvalidState
@@ -83,10 +84,10 @@ def test_a_row_that_json_cannot_carry_fails_the_export_and_names_the_episode() -
         Record(R, "gymckpt.resources"),
         Record(R, PolicyModelRecord.SCHEMA, 99),
         Record(R, PolicyModelRecord.SCHEMA, payloads={"rows": encode([])}),
-        replace(with_cuts(), fields={"more": 1}),
-        replace(with_cuts(), payloads={"rows": encode({}), "cuts": encode([])}),
-        replace(with_cuts(), payloads={"rows": encode([1]), "cuts": encode([])}),
-        replace(with_cuts(), payloads={"rows": encode([]), "cuts": encode({})}),
+        structs.replace(with_cuts(), fields={"more": 1}),
+        structs.replace(with_cuts(), payloads={"rows": encode({}), "cuts": encode([])}),
+        structs.replace(with_cuts(), payloads={"rows": encode([1]), "cuts": encode([])}),
+        structs.replace(with_cuts(), payloads={"rows": encode([]), "cuts": encode({})}),
         with_cuts("cut"),
         with_cuts({**CUT.to_json(), "more": 1}),
         with_cuts({name: value for name, value in CUT.to_json().items() if name != "model"}),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from gym_ckpt_grpc.capture import CaptureLedger
 from gym_ckpt_grpc.capture.ledger_files import LocalLedgerFiles
@@ -120,7 +121,7 @@ async def test_a_record_that_is_not_right_is_refused_and_nothing_is_installed(li
     """Two cuts of one request, wrong rows, two records, one outside the scope: each names its episode."""
     good = (await taken(lives, R))[0]
     twice = PolicyModelRecord(R, [], [CUT, replace(CUT, cut_id="more")]).to_record()
-    wrong = replace(good, payloads={**good.payloads, "rows": encode([{"kind": "staged"}])})
+    wrong = structs.replace(good, payloads={**good.payloads, "rows": encode([{"kind": "staged"}])})
     outside = PolicyModelRecord(S, [], [CUT]).to_record()
     server = lives.start(disk="other")
     await close(server.owner)

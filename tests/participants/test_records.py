@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gym_ckpt_grpc.control.ports import HookFailed, InvalidState, RecordBatch
 from gym_ckpt_grpc.participants import records

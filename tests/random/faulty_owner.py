@@ -13,6 +13,8 @@ from gym_ckpt_grpc.control import (
     EpisodeListKind,
     Opening,
     OwnerPort,
+    Pace,
+    Precopied,
     RecordBatch,
     StateOwner,
 )
@@ -113,6 +115,9 @@ class FaultyOwner:
             left_out += batch.left_out
             yield batch
         self.exported(checkpoint_id, records, left_out)
+
+    async def precopy(self, pace: Pace) -> Precopied:
+        return await self.inner.precopy(pace)
 
     async def stage(self, records: Sequence[Record], scope: RestoreScope) -> Any:
         await self.steps["stage"].enter()

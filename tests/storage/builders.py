@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
@@ -81,17 +83,20 @@ class Done:
     published: Published
 
 
-def complete(root: CheckpointRoot, checkpoint_id: str, *, epoch: int, turn: int = 0) -> tuple[AggregateManifest, str]:
-    """Intent, two parts, and the aggregate manifest."""
+def complete(
+    root: CheckpointRoot, checkpoint_id: str, *, epoch: int, turn: int = 0, base: str = "", compress: bool = False
+) -> tuple[AggregateManifest, str]:
+    """Intent, two parts, and the aggregate manifest. base: the checkpoint that keeps what `turn` did not change."""
     files = root.files
     members = (IdentityBlock.of(AGENT), IdentityBlock.of(COUNTER))
     location = root.write_intent(
         Intent(checkpoint_id=checkpoint_id, run_id="run", controller_id="ctl", epoch=1, members=members)
     )
     records = make_records(turn=turn)
+    how: dict[str, Any] = {"base": root.location(base) if base else None, "compress": compress}
     infos = [
-        write(files, root, checkpoint_id, identity=AGENT, records=records, documents={"keys": {"a": [turn]}}),
-        write(files, root, checkpoint_id, identity=COUNTER, records=records[:2], restarts=1),
+        write(files, root, checkpoint_id, identity=AGENT, records=records, documents={"keys": {"a": [turn]}}, **how),
+        write(files, root, checkpoint_id, identity=COUNTER, records=records[:2], restarts=1, **how),
     ]
     manifest = AggregateManifest(
         checkpoint_id=checkpoint_id,
@@ -106,9 +111,11 @@ def complete(root: CheckpointRoot, checkpoint_id: str, *, epoch: int, turn: int 
     return manifest, digest
 
 
-def commit(root: CheckpointRoot, checkpoint_id: str, *, epoch: int, turn: int = 0) -> Done:
+def commit(
+    root: CheckpointRoot, checkpoint_id: str, *, epoch: int, turn: int = 0, base: str = "", compress: bool = False
+) -> Done:
     """A whole checkpoint, published."""
-    manifest, digest = complete(root, checkpoint_id, epoch=epoch, turn=turn)
+    manifest, digest = complete(root, checkpoint_id, epoch=epoch, turn=turn, base=base, compress=compress)
     return Done(manifest, digest, root.publish(checkpoint_id, digest, epoch=epoch))
 
 
@@ -119,3 +126,26 @@ def faults(root: CheckpointRoot, checkpoint_id: str) -> list[Finding]:
     found = [finding for finding in findings if finding.is_fault]
     assert verdict.level is (Level.FAILED if found else Level.PASSED)
     return found
+
+
+def same(first: Any, second: Any) -> bool:
+    """Equal in type, value, key order, and the bits of floats; iterative, so that depth does not matter."""
+    pairs = [(first, second)]
+    while pairs:
+        one, two = pairs.pop()
+        if type(one) is not type(two):
+            return False
+        if isinstance(one, float):
+            if struct.pack(">d", one) != struct.pack(">d", two):
+                return False
+        elif isinstance(one, dict):
+            if list(one) != list(two):
+                return False
+            pairs.extend((one[key], two[key]) for key in one)
+        elif isinstance(one, list):
+            if len(one) != len(two):
+                return False
+            pairs.extend(zip(one, two, strict=True))
+        elif one != two:
+            return False
+    return True

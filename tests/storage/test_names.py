@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gym_ckpt_grpc.storage.names import MAX_NAME, TEMPORARY_PREFIX, escape, is_temporary, temporary_name
+from gym_ckpt_grpc.storage.names import MAX_NAME, TEMPORARY_PREFIX, escape, is_temporary, temporary_name, unescape
 
 ODD = [
     "..", ".", "a/b", "../x", "/etc", "a\x00b", "a\nb", ".hidden", "dot.", "=2e", "é", "😀", " ", "a b", "~", "-x",
@@ -42,6 +42,18 @@ def test_different_texts_have_different_safe_names(texts: list[str]) -> None:
     names = [escape(text) for text in texts]
     assert len(set(names)) == len(names)
     assert all(map(_is_safe, names))
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_name_tells_its_text_unless_it_was_cut(text: str) -> None:
+    name = escape(text)
+    assert unescape(name) == (None if "=h" in name and len(name) == MAX_NAME else text)
+
+
+@pytest.mark.parametrize("name", ["", ".", "a b", "=2E", "=41", "=", "=h", "=ff", "=c3", "é"])
+def test_what_is_no_name_has_no_text(name: str) -> None:
+    """Neither odd bytes nor another way to write a text that has a name."""
+    assert unescape(name) is None
 
 
 @pytest.mark.parametrize("text", ["roll-1", "A.b_c-9", "x" * MAX_NAME])

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import datetime
+import decimal
 import enum
+import fractions
+import hashlib
+import importlib.util
 import json
 import math
 import os
 import pickle
 import struct
+import types
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import orjson
+import ormsgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gym_ckpt_grpc.protocol.errors import StateCorrupt
 from gym_ckpt_grpc.storage import Codec, Payload, PayloadRefused, decode, encode, raw
+from gym_ckpt_grpc.storage import payloads as module
 from gym_ckpt_grpc.storage.payloads import MAX_DEPTH
+from tests.storage.builders import same
 
 EXAMPLES = int(os.environ.get("GYMCKPT_PAYLOAD_EXAMPLES", "2000"))
-
-
-def same(first: Any, second: Any) -> bool:
-    """Equal in type, value, key order, and the bits of floats; iterative, so that depth does not matter."""
-    pairs = [(first, second)]
-    while pairs:
-        one, two = pairs.pop()
-        if type(one) is not type(two):
-            return False
-        if isinstance(one, float):
-            if struct.pack(">d", one) != struct.pack(">d", two):
-                return False
-        elif isinstance(one, dict):
-            if list(one) != list(two):
-                return False
-            pairs.extend((one[key], two[key]) for key in one)
-        elif isinstance(one, list):
-            if len(one) != len(two):
-                return False
-            pairs.extend(zip(one, two, strict=True))
-        elif one != two:
-            return False
-    return True
 
 
 def _floats() -> st.SearchStrategy[float]:
@@ -117,6 +105,11 @@ def test_tagged_json_carries_every_structure(value: Any) -> None:
         ({"$int": "10", "x": 2**64}, Codec.JSON),
         ({"$int": 2**64}, Codec.JSON),
         ({"b": b"\x00\xff", "a": [b""]}, Codec.MSGPACK),
+        ([-0.0, 0.0, 0, False, [], {}, b"", ""], Codec.MSGPACK),
+        ([-0.0, 2**64], Codec.JSON),
+        ([struct.unpack(">d", bytes.fromhex("7ff0000000000abc"))[0], -math.nan], Codec.MSGPACK),
+        ({"a": {"$bytes": "00"}, "b": b"\x00"}, Codec.MSGPACK),
+        ([{"$bytes": "00"}, b"\x00", 2**70], Codec.JSON),
         ([b"\x00\xff", 2**64], Codec.JSON),
         ("é e\u0301 \x00 \u2028", Codec.MSGPACK),
         (None, Codec.MSGPACK),
@@ -147,6 +140,33 @@ class _Map(dict[str, Any]):
     pass
 
 
+class _Float(float):
+    """What a numpy float64 is: a float by every question but its type."""
+
+
+class _Bytes(bytes):
+    pass
+
+
+class _List(list[int]):
+    pass
+
+
+class _Scalar:
+    """What a numpy int64 is: converts to everything, and is nothing."""
+
+    dtype = "int64"
+
+    def __index__(self) -> int:
+        return 3
+
+    def __float__(self) -> float:
+        return 3.0
+
+    def item(self) -> int:
+        return 3
+
+
 class _Colour(enum.Enum):
     RED = 1
 
@@ -167,10 +187,37 @@ class _Point:
 _Pair = collections.namedtuple("_Pair", "a b")
 
 
-@pytest.mark.behaviour("C163", "C165")
+def _numpy() -> list[Any]:
+    numpy = pytest.importorskip("numpy") if importlib.util.find_spec("numpy") else None
+    if numpy is None:
+        return []
+    return [numpy.float64(1.5), numpy.float32(1.5), numpy.int64(3), numpy.bool_(True), numpy.str_("x"), numpy.zeros(2)]
+
+
+@pytest.mark.behaviour("C163", "C164", "C165")
 @pytest.mark.parametrize(
     "culprit",
     [
+        *_numpy(),
+        _Float(1.5),
+        _Bytes(b"x"),
+        _List([1]),
+        _Scalar(),
+        decimal.Decimal("1.10"),
+        fractions.Fraction(1, 3),
+        datetime.time(1),
+        datetime.timedelta(1),
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        array.array("i", [1]),
+        collections.deque([1]),
+        collections.Counter("a"),
+        collections.UserDict(),
+        types.MappingProxyType({}),
+        ormsgpack.Ext(1, b"x"),
+        iter([1]),
+        NotImplemented,
+        ...,
+        int,
         object(),
         (1, 2),
         _Pair(1, 2),
@@ -206,6 +253,92 @@ def test_what_cannot_be_kept_is_refused_with_the_path_to_it(culprit: Any, compan
     assert caught.value.where == "roll-1"
     assert "roll-1" in str(caught.value)
     assert "$.messages[1].when" in str(caught.value)
+
+
+@pytest.mark.behaviour("C168")
+def test_bytes_need_no_walk_through_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_encode_carefully", lambda *_: pytest.fail("the fast pair refused bytes"))
+    value = {"state": [b"", b"\x00" * 1000], "deep": {"er": [b"\xff", None, math.nan]}}
+    assert same(decode(encode(value)), value)
+
+
+# ---- values that change while they are encoded
+
+
+def _changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None], at: str, after: int = 0) -> None:
+    """Change a value in the middle of its encoding, once: at a call of a function of the module, which then goes on."""
+    real = getattr(module, at)
+    calls = 0
+
+    def hooked(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after + 1:
+            change()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, at, hooked)
+
+
+@pytest.mark.behaviour("C165")
+@pytest.mark.parametrize("put", [bytearray(b"x"), object(), (1, 2), math.nan, {"a": object()}], ids=repr)
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_what_is_put_in_during_the_careful_walk_is_refused_or_kept_and_never_unreadable(
+    monkeypatch: pytest.MonkeyPatch, put: Any, after: int
+) -> None:
+    inner: list[Any] = [1, 2, 3, 4]
+    value = {"a": [2**70, inner], "b": {"c": inner}}
+    before = pickle.loads(pickle.dumps(value))
+
+    def change() -> None:
+        inner[3] = put
+
+    _changing(monkeypatch, change, "_copy", after)
+    found: Any = None
+    with suppress(PayloadRefused):
+        found = decode(encode(value))
+    if found is None:
+        return
+    assert json.dumps(found["a"][0]) == json.dumps(before["a"][0])
+    assert {type(item) for item in (*found["a"][1], *found["b"]["c"])} <= {int, float}
+
+
+@pytest.mark.behaviour("C165")
+@pytest.mark.parametrize("put", [bytearray(b"x"), object(), (1, 2)], ids=repr)
+def test_what_is_put_in_after_the_careful_walk_is_not_stored(monkeypatch: pytest.MonkeyPatch, put: Any) -> None:
+    value: dict[str, Any] = {"a": [[2**70, 1], {"b": 2}]}
+
+    def change() -> None:
+        value["a"][0][1] = value["a"][1]["b"] = value["c"] = put
+
+    _changing(monkeypatch, change, "_pack")
+    assert decode(encode(value)) == {"a": [[2**70, 1], {"b": 2}]}
+
+
+@pytest.mark.behaviour("C165")
+def test_a_dict_that_grows_while_it_is_walked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    value: dict[str, Any] = {"a": 2**70, "b": 1, "c": 2}
+    _changing(monkeypatch, lambda: value.update(more=1), "_copy", after=1)
+    with pytest.raises(PayloadRefused, match="was changed while it was encoded") as caught:
+        encode(value, where="roll-3")
+    assert caught.value.where == "roll-3"
+
+
+def test_a_digest_is_computed_once_and_does_not_count_in_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = encode({"a": 1})
+    digest = payload.digest()
+    assert digest == hashlib.sha256(payload.data).digest()
+    monkeypatch.setattr(hashlib, "sha256", lambda *_: pytest.fail("digested twice"))
+    assert payload.digest() == digest
+    again = Payload(payload.codec, payload.data)
+    assert again == payload
+    assert hash(again) == hash(payload)
+    assert again != Payload(Codec.JSON, payload.data)
+    assert again != payload.data
+    assert pickle.loads(pickle.dumps(payload)) == payload
+    with pytest.raises(AttributeError):
+        payload.data = b""  # type: ignore[misc]
+    assert len(repr(raw(b"x" * 10_000_000, "a/b"))) < 200
 
 
 @pytest.mark.behaviour("C163")
@@ -290,6 +423,8 @@ _MARKED = pickle.dumps(_Bomb())
         (Codec.MSGPACK, b"\xdf\xff\xff\xff\xff\xa1a"),
         (Codec.MSGPACK, b"\xc6\xff\xff\xff\xff"),
         (Codec.MSGPACK, b"\x91" * 100_000),
+        (Codec.MSGPACK, b"\xd4\x01x"),
+        (Codec.MSGPACK, b"\x91\xc7\x03\x05abc"),
         (Codec.MSGPACK, _MARKED),
         (Codec.JSON, b""),
         (Codec.JSON, b"NaN"),
@@ -308,9 +443,9 @@ _MARKED = pickle.dumps(_Bomb())
 )
 def test_what_cannot_be_decoded_is_corrupt_and_says_where(codec: Any, data: bytes) -> None:
     with pytest.raises(StateCorrupt, match=r"records-x\.gck, record 3"):
-        decode(Payload(codec, data, origin="records-x.gck, record 3"))
-    with pytest.raises(StateCorrupt, match="here"):
-        decode(Payload(codec, data, origin="there"), where="here")
+        decode(Payload(codec, data), where="records-x.gck, record 3")
+    with pytest.raises(StateCorrupt, match="a payload"):
+        decode(Payload(codec, data))
 
 
 def test_a_refusal_survives_pickling() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -11,14 +10,13 @@ import pytest
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateCorrupt
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.storage import CheckpointRoot, Codec, Payload, Record, encode, raw, read_part
-from gym_ckpt_grpc.storage.record_format import FOOTER_SIZE, HEADER_SIZE, Footer, pack_footer, unpack_footer
+from gym_ckpt_grpc.storage.record_format import FOOTER_SIZE, HEADER_SIZE
 from gym_ckpt_grpc.storage.record_reader import RecordFile
 from gym_ckpt_grpc.storage.record_writer import RecordFileWriter
 from gymckpt.v1 import storage_pb2
+from tests.storage.assembling import PATH, reindexed
 from tests.storage.builders import AGENT, make_records, write
 from tests.storage.recording_files import ROOT, RecordingFiles
-
-PATH = f"{ROOT}/records-x.gck"
 
 
 def _write(records: list[Record], chunk_size: int = 64) -> tuple[RecordingFiles, bytes]:
@@ -93,6 +91,9 @@ def test_the_key_order_of_fields_payloads_and_state_is_kept() -> None:
         Record(EpisodeId("a"), "s", fields={1: 1}),  # type: ignore[dict-item]
         Record(EpisodeId("a"), "s", fields={"x": "y" * 65536}),
         Record(EpisodeId("a"), "s", payloads={"p": Payload(Codec.RAW, bytearray(b"x"))}),  # type: ignore[arg-type]
+        Record(EpisodeId("a"), "s", payloads={"p": Payload(7, b"x")}),  # type: ignore[arg-type]
+        Record(EpisodeId("a"), "s", payloads={"p": Payload(Codec.RAW, b"x", "c" * 257)}),
+        Record(EpisodeId("a"), "s", payloads={"p": Payload(Codec.MSGPACK, b"\xc0", "\ud800")}),
     ],
 )
 def test_a_record_that_cannot_be_kept_is_refused_naming_its_episode(record: Record) -> None:
@@ -123,6 +124,19 @@ def test_every_flipped_byte_is_noticed() -> None:
     assert _reads_right_or_fails_typed(files, data, records)
 
 
+@pytest.mark.behaviour("C160")
+@pytest.mark.parametrize("at", [*range(HEADER_SIZE), *range(-FOOTER_SIZE, 0)])
+def test_no_byte_of_header_and_footer_can_be_another(at: int) -> None:
+    """Whatever it is: a header of another readable version is not what was written either."""
+    files, data = _write(make_records(1))
+    for other in set(range(256)) - {data[at]}:
+        changed = bytearray(data)
+        changed[at] = other
+        files.damage(PATH, bytes(changed))
+        with pytest.raises(StateCorrupt, match=PATH):
+            _read(files)
+
+
 def test_every_truncation_and_extension_is_noticed() -> None:
     records = make_records(2)
     files, data = _write(records)
@@ -150,21 +164,7 @@ def test_a_damaged_payload_names_file_and_episode_and_harms_no_other() -> None:
         assert caught.value.episodes == (records[2].episode,)
         assert "state" in caught.value.message
         assert file.read({records[1].episode, records[3].episode}) == [records[1], records[3]]
-        assert [(episode, name) for episode, name, _ in file.check_payloads()] == [(records[2].episode, "state")]
-
-
-def _reindexed(data: bytes, change: Callable[[storage_pb2.RecordsIndex], object]) -> bytes:
-    """The file with its index changed, and every digest right again: what a hostile writer could make."""
-    footer = unpack_footer(data[-FOOTER_SIZE:])
-    assert footer is not None
-    index = storage_pb2.RecordsIndex.FromString(data[footer.offset : footer.offset + footer.length])
-    change(index)
-    raw_index = index.SerializeToString()
-    return (
-        data[: footer.offset]
-        + raw_index
-        + pack_footer(Footer(footer.offset, len(raw_index), hashlib.sha256(raw_index).digest()))
-    )
+        assert [(each.episode, each.payload) for each in file.check_payloads()] == [(records[2].episode, "state")]
 
 
 def _set(column: str, at: int, value: object) -> Callable[[storage_pb2.RecordsIndex], object]:
@@ -173,6 +173,15 @@ def _set(column: str, at: int, value: object) -> Callable[[storage_pb2.RecordsIn
         getattr(getattr(index, group), name)[at] = value
 
     return change
+
+
+def _without_last(index: storage_pb2.RecordsIndex) -> None:
+    """The last record says that it has no payload, so that the last chunk is nobody's."""
+    index.records.payload_counts[-1] = 0
+    kept = index.payloads
+    for column in (kept.names, kept.chunks, kept.offsets, kept.lengths, kept.codecs, kept.content_types):
+        del column[-2:]
+    kept.digests = kept.digests[:-64]
 
 
 def _changes() -> Iterator[tuple[str, Callable[[storage_pb2.RecordsIndex], object]]]:
@@ -185,6 +194,15 @@ def _changes() -> Iterator[tuple[str, Callable[[storage_pb2.RecordsIndex], objec
     yield "compression", lambda index: setattr(index.chunks[0], "compression", storage_pb2.COMPRESSION_ZSTD)
     yield "unknown compression", lambda index: setattr(index.chunks[0], "compression", 77)
     yield "no chunk digest", lambda index: setattr(index.chunks[0], "digest", b"")
+    yield "chunk not filled", lambda index: index.payloads.lengths.__setitem__(-1, index.payloads.lengths[-1] - 1)
+    yield "chunk of nobody", lambda index: _without_last(index)
+    yield "a million entries", lambda index: index.schemas.extend([storage_pb2.RecordSchema()] * 100_000)
+    yield "name twice", lambda index: index.names.append(index.names[0])
+    yield "schema twice", lambda index: index.schemas.append(index.schemas[0])
+    yield "content type twice", lambda index: index.content_types.append(index.content_types[0])
+    yield "long name", lambda index: index.names.append("n" * 257)
+    yield "large fields", _set("records.fields", 1, b'{"a":"' + b"x" * 65536 + b'"}')
+    yield "base of nobody", lambda index: index.base_files.add(checkpoint_id="b", root_digest=b"d" * 32, size=1000)
     yield "chunk twice", lambda index: index.chunks.append(index.chunks[0])
     yield "no chunks", lambda index: index.ClearField("chunks")
     yield "no records", lambda index: index.ClearField("records")
@@ -221,11 +239,11 @@ def test_an_index_that_lies_is_refused_before_anything_is_taken_from_it(
     name: str, change: Callable[[storage_pb2.RecordsIndex], object]
 ) -> None:
     files, data = _write(make_records(4))
-    files.damage(PATH, _reindexed(data, change))
+    data = reindexed(data, change)
+    files.damage(PATH, data)
     with pytest.raises(StateCorrupt, match=r"records-x\.gck"):
         _read(files)
-    read = sum(length for _, _, length in files.reads)
-    assert read <= 3 * len(data)
+    assert sum(length for _, _, length in files.reads) <= 3 * len(data)
 
 
 def test_one_run_of_bytes_cannot_stand_for_many_payloads() -> None:
@@ -235,14 +253,14 @@ def test_one_run_of_bytes_cannot_stand_for_many_payloads() -> None:
         for at in range(len(index.payloads.offsets)):
             index.payloads.offsets[at] = 0
 
-    files.damage(PATH, _reindexed(data, overlap))
+    files.damage(PATH, reindexed(data, overlap))
     with pytest.raises(StateCorrupt, match="outside of its place"):
         _read(files)
 
 
 def test_two_payloads_of_one_name_are_refused() -> None:
     files, data = _write(make_records(1))
-    files.damage(PATH, _reindexed(data, lambda index: _set("payloads.names", 1, index.payloads.names[0])(index)))
+    files.damage(PATH, reindexed(data, lambda index: _set("payloads.names", 1, index.payloads.names[0])(index)))
     with pytest.raises(StateCorrupt, match="one payload name twice"):
         _read(files)
 

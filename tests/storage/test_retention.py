@@ -16,7 +16,16 @@ from gym_ckpt_grpc.protocol.errors import (
     StateNotFound,
     StateUnwritable,
 )
-from gym_ckpt_grpc.storage import CheckpointRoot, Intent, LocalFiles, delete_checkpoint, finish_deletions
+from gym_ckpt_grpc.storage import (
+    CheckpointRoot,
+    Intent,
+    LocalFiles,
+    Retention,
+    apply_retention,
+    delete_checkpoint,
+    finish_deletions,
+    plan_retention,
+)
 from tests.storage.builders import commit, faults, write
 from tests.storage.recording_files import ROOT, Fault, Loss, RecordingFiles
 
@@ -120,8 +129,8 @@ def test_nothing_is_removed_before_the_new_name_lasts() -> None:
     """Else a power loss could leave the old name with a part of its files."""
     files, before = steps_of_a_deletion()
     steps = [(step.kind, step.path) for step in files.steps[before:]]
-    assert [kind for kind, _ in steps[:3]] == ["rename", "sync_dir", "remove"]
-    assert steps[1][1] == f"{ROOT}/checkpoints"
+    assert [kind for kind, _ in steps[:5]] == ["rename", "sync_dir", "rename", "sync_dir", "remove"]
+    assert steps[1][1] == steps[3][1] == f"{ROOT}/checkpoints"
 
 
 def test_the_newest_is_missed_where_its_directory_is_gone(tmp_path: Path) -> None:
@@ -189,3 +198,39 @@ def test_links_are_removed_and_never_followed(tmp_path: Path) -> None:
     delete_checkpoint(root, "one", epoch=1)
     assert (outside / "precious").read_text() == "data"
     assert os.listdir(tmp_path / "root" / "checkpoints") == ["two"]
+
+
+@pytest.mark.behaviour("C231")
+@pytest.mark.parametrize("how", ["delete", "prune", "finish"])
+def test_a_checkpoint_that_is_a_link_loses_the_link_only(tmp_path: Path, how: str) -> None:
+    """An operator has moved it to another disk, or it is somebody else's."""
+    root = CheckpointRoot(str(tmp_path / "root"), LocalFiles())
+    root.preflight()
+    root.sequence.claim("ctl", "run")
+    for turn, name in enumerate(("one", "two")):
+        commit(root, name, epoch=1, turn=turn)
+    directory, elsewhere = Path(root.location("one").directory), tmp_path / "elsewhere"
+    directory.rename(elsewhere)
+    before = sorted(path.name for path in elsewhere.rglob("*"))
+    os.symlink(elsewhere, directory)
+    if how == "delete":
+        delete_checkpoint(root, "one", epoch=1)
+    elif how == "prune":
+        plan = plan_retention(root, Retention(keep_last=1), epoch=1)
+        assert apply_retention(root, plan).failures == ()
+    else:
+        directory.rename(directory.with_name(f".deleted-{'0' * 32}-one"))
+        assert finish_deletions(root) == 1
+    assert os.listdir(tmp_path / "root" / "checkpoints") == ["two"]
+    assert sorted(path.name for path in elsewhere.rglob("*")) == before
+
+
+def test_what_an_interrupted_removal_left_stays_where_the_sequence_cannot_be_read() -> None:
+    """What its entries would say may need it."""
+    root, files = make()
+    aside = f"{ROOT}/checkpoints/.aside-{'0' * 32}-one"
+    files.move_dir(root.location("one").directory, aside)
+    files.damage(root.sequence.path(3), b"junk")
+    with pytest.raises(StateCorrupt):
+        finish_deletions(root)
+    assert below(files) == {"one", "two", "three"}

@@ -326,6 +326,8 @@ def test_preflight_names_a_root_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_pins_hold_until_they_are_let_go(root: CheckpointRoot, files: RecordingFiles) -> None:
+    for name in ("one", "two-2"):
+        complete(root, name, epoch=1)
     pin = root.pin("one", epoch=2)
     assert root.pin("one", epoch=2) == pin
     root.pin("two-2", epoch=11)
@@ -433,8 +435,10 @@ def test_missing_files_and_strays_are_told_apart(root: CheckpointRoot, files: Re
     found = faults(root, "ck")
     assert {finding.level for finding in found} == {Level.MISSING}
     files.remove(root.location("ck").aggregate)
-    (only,) = faults(root, "ck")
-    assert (only.level, only.file) == (Level.MISSING, "checkpoint.json")
+    assert [(each.level, each.file) for each in faults(root, "ck")] == [
+        (Level.MISSING, "checkpoint.json"),
+        (Level.MISSING, part.relative + "/" + done.manifest.members[0].files[0].name),
+    ]
 
 
 def test_a_checkpoint_that_does_not_exist_fails_and_an_illegal_id_is_refused(root: CheckpointRoot) -> None:

@@ -307,6 +307,19 @@ def test_foreign_files_beside_the_entries_are_passed_over(files: RecordingFiles,
     assert sequence.publish("three", DIGEST, epoch=1).number == 4
 
 
+def test_a_number_far_beyond_is_refused_and_not_counted_up_to(tmp_path: Path) -> None:
+    """A stray file would keep every reader busy for ever."""
+    root = CheckpointRoot(str(tmp_path))
+    root.sequence.claim("a", "run")
+    stray = tmp_path / "sequence" / "999999999999"
+    stray.touch()
+    for ask in (root.sequence.history, root.sequence.latest, lambda: root.sequence.claim("b", "run")):
+        with pytest.raises(StateCorrupt, match="999999999999"):
+            ask()
+    stray.unlink()
+    assert root.sequence.claim("b", "run").epoch == 2
+
+
 def test_an_entry_under_another_number_is_damage(files: RecordingFiles, sequence: Sequence) -> None:
     _two_published(sequence)
     files.damage(sequence.path(3), files.all_files()[sequence.path(2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from gym_ckpt_grpc.protocol.ids import (
     EpisodeScope,
     RestoreScope,
     checkpoint_id_problem,
+    episode_ids,
     rollout_id_problem,
 )
 
@@ -128,3 +131,24 @@ def test_restore_plans() -> None:
     ):
         with pytest.raises(ValueError):
             RestoreScope.plan(episodes, install_as)
+
+
+@pytest.mark.parametrize(
+    "rollout_id", ["a", "a-b", "a-a", "a-a1b", "a-a0", "x" * 256, "0.-_", "a-a1", "", "x" * 257, "../x", "a\n"]
+)
+@pytest.mark.parametrize("attempt", [0, 1, 2**32 - 2, 2**32 - 1, -1])
+def test_many_ids_at_once_are_checked_as_each_is(rollout_id: str, attempt: int) -> None:
+    try:
+        wanted = [EpisodeId("first"), EpisodeId(rollout_id, attempt)]
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            episode_ids(["first", rollout_id], [0, attempt])
+        return
+    found = episode_ids(["first", rollout_id], [0, attempt])
+    assert found == wanted
+    assert (hash(found[1]), repr(found[1])) == (hash(wanted[1]), repr(wanted[1]))
+
+
+def test_columns_of_ids_must_have_one_length() -> None:
+    with pytest.raises(ValueError, match="2 rollout ids and 1 attempts"):
+        episode_ids(["a", "b"], [0])

@@ -217,7 +217,7 @@ def test_collecting_stops_for_every_rule(method: str, monkeypatch: pytest.Monkey
         return "is bad"
 
     monkeypatch.setattr(rules, "rollout_id_problem", refuse)
-    bad = [f"r{i}" for i in range(10_000)]
+    bad = [f"r {i}" for i in range(10_000)]
     request = legal(method)
     request.context.checkpoint_id = ""
     request.scope.CopyFrom(episodes(*bad) if method == "Restore" else scope(*bad))

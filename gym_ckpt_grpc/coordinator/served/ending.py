@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gym_ckpt_grpc.control import wire
-from gym_ckpt_grpc.control.error_details import to_message
+from gym_ckpt_grpc.control.error_details import cut, to_message
 from gym_ckpt_grpc.coordinator.errors import FleetError
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.coordinator.restoration import Restoration
@@ -70,6 +70,8 @@ async def end_checkpoint(checkpoint: Checkpoint) -> Ended:
         state=served.state_to(result.state),
         outcomes=served.outcomes_to(checkpoint.outcomes.get("Resume", ())),
         resume_pending=[wire.identity_to(identity) for identity in result.resume_pending],
+        failure=cut(result.failure),
+        timing=served.timing_to(result.timing),
     )
     if result.state is not CheckpointState.ABORTED or not result.notes:
         return Ended(checkpoint.id, reply, _summary(result))
@@ -86,6 +88,10 @@ def _summary(result: CheckpointResult) -> pb.CheckpointSummary:
         epoch=result.epoch,
         record_count=result.records,
         bytes=result.bytes,
+        state_bytes=result.state_bytes,
+        chain=result.chain,
+        base_checkpoint_id=result.base,
+        timing=served.timing_to(result.timing),
         continued_count=result.continued,
         restart_count=result.restarts,
         manifest_digest=result.manifest_digest,

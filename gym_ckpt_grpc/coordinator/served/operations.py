@@ -31,6 +31,7 @@ STATES = {
     Step.PREPARING: CheckpointState.PREPARING,
     Step.PREPARED: CheckpointState.PREPARED,
     Step.CAPTURED: CheckpointState.PREPARED,
+    Step.RELEASED: CheckpointState.RELEASED,
     Step.COMMITTED: CheckpointState.COMMITTED,
     Step.PUBLISHED: CheckpointState.PUBLISHED,
 }
@@ -76,6 +77,11 @@ def trainer_payload(data: bytes) -> Payload | None:
     return raw(data, served.TYPE_OF_BYTES) if data else None
 
 
+def chosen(request: pb.CommitCheckpointRequest | pb.RunCheckpointRequest) -> bool | None:
+    """Whether it is to be incremental; None: as the service is configured."""
+    return request.incremental if request.HasField("incremental") else None
+
+
 async def prepare(checkpoint: Checkpoint, ready_within: float) -> tuple[pb.PrepareCheckpointResponse, bool]:
     """Not ready in time is no error: it is a reply with blockers."""
     failure = Failure()
@@ -107,6 +113,7 @@ async def commit(
             trainer=trainer_payload(request.trainer_state),
             stop=request.stop,
             reopen_when_captured=request.reopen_when_captured,
+            incremental=chosen(request),
         )
     )
     restarts = [episode for episode in scope if episode in checkpoint.restarts]
@@ -117,6 +124,7 @@ async def commit(
         error=served.error_of(failure.error),
         restarts=served.listed(restarts),
         restart_count=len(restarts),
+        timing=served.timing_to(checkpoint.timing),
     )
     return reply, failure.error is None
 
@@ -146,6 +154,7 @@ async def run(
             trainer=trainer_payload(request.trainer_state),
             stop=request.stop,
             reopen_when_captured=request.reopen_when_captured,
+            incremental=chosen(request),
         )
         await checkpoint.publish()
 

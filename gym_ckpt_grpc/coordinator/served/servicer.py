@@ -140,7 +140,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         budget = _budget(context)
         opened = self._sessions.find(request.checkpoint_id)
         checkpoint, scope = opened.checkpoint, wire.episodes_from(request.scope)
-        arguments = (frozenset(scope), request.stop, request.reopen_when_captured, request.trainer_state)
+        how = (request.stop, request.reopen_when_captured, operations.chosen(request))
+        arguments = (frozenset(scope), *how, request.trainer_state)
         with opened.call():
             return await opened.once(
                 "Commit",
@@ -324,6 +325,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             summary.manifest_digest = opened.block.publication.digest
             summary.continued_count = len(opened.block.continued)
             summary.restart_count = len(opened.block.restarts)
+            summary.base_checkpoint_id = opened.block.base_id
+            summary.timing.CopyFrom(served.timing_to(opened.block.timing))
             summary.participants.extend(wire.identity_to(member.identity) for member in opened.block.members)
         elif opened.block.installed:
             summary.state = served.state_to(CheckpointState.RESTORED)

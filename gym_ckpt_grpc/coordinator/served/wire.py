@@ -12,6 +12,7 @@ from gym_ckpt_grpc.coordinator.events import Event
 from gym_ckpt_grpc.coordinator.looking import Sighting
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.coordinator.result import CheckpointState
+from gym_ckpt_grpc.coordinator.timing import Timing
 from gym_ckpt_grpc.protocol.errors import ControlError
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
@@ -93,6 +94,7 @@ def event_to(event: Event, epoch: int) -> pb.CoordinatorEvent:
         participant=_named(event.participant),
         age=wire.duration(max(0.0, time.monotonic() - event.at)),
         epoch=epoch,
+        state=state_to(event.state),
     )
 
 
@@ -102,6 +104,17 @@ def _named(name: str) -> participant_pb2.ParticipantIdentity | None:
     if len(parts) != 3 or parts[0] not in set(ParticipantKind):
         return None
     return wire.identity_to(ParticipantIdentity(ParticipantKind(parts[0]), parts[1], parts[2].partition("#")[0], ""))
+
+
+def timing_to(timing: Timing) -> pb.CheckpointTiming:
+    """How long it took so far; a moment that has not come is absent."""
+    message = pb.CheckpointTiming()
+    for operation in ("prepare", "capture", "commit", "publish", "resume"):
+        getattr(message, operation).CopyFrom(wire.duration(getattr(timing, operation)))
+    for moment in ("prepared_after", "released_after", "durable_after", "published_after"):
+        if (seconds := getattr(timing, moment)) is not None:
+            getattr(message, moment).CopyFrom(wire.duration(seconds))
+    return message
 
 
 def state_to(state: CheckpointState) -> pb.CheckpointState.ValueType:
@@ -148,6 +161,8 @@ def _manifest(manifest: AggregateManifest) -> pb.CheckpointSummary:
         epoch=manifest.epoch,
         record_count=sum(member.records for member in manifest.members),
         bytes=sum(member.bytes for member in manifest.members),
+        state_bytes=sum(member.state_bytes for member in manifest.members),
+        chain=max((member.chain for member in manifest.members), default=0),
         continued_count=lists.continued if lists else 0,
         restart_count=lists.restarts if lists else 0,
         participants=[wire.identity_to(_identity(member.participant)) for member in manifest.members],

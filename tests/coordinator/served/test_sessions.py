@@ -135,7 +135,9 @@ async def test_run_does_the_whole_block(served: Served) -> None:
     assert {o.operation for o in result.outcomes} == {"Prepare", "Capture", "Commit", "Resume"}
     assert len(result.outcomes) == 16
     kinds = [pb.EventKind.Name(m.event.kind).removeprefix("EVENT_KIND_") for m in messages[:-1]]
-    assert kinds == ["STAGE"] * 4 + ["COMMIT", "PUBLICATION", "RESUME"]
+    assert kinds == ["STAGE"] * 5 + ["COMMIT", "PUBLICATION", "RESUME"]
+    states = [pb.CheckpointState.Name(m.event.state).removeprefix("CHECKPOINT_STATE_") for m in messages[:-1]]
+    assert [s for s in states if s != "UNSPECIFIED"] == ["PREPARED", "COMMITTED", "PUBLISHED"]
     assert served.nodes.all_open()
     again = await served.stream("RunCheckpoint", checkpoint_id="ck-1", in_flight=wire.episode_list(in_flight))
     assert result_of(again).checkpoint == result.checkpoint

@@ -122,6 +122,10 @@ class _CheckpointStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Check
     """Published with stop: servers were left closed or retired."""
     CHECKPOINT_STATE_RESTORED: _CheckpointState.ValueType  # 7
     """A Restore whose state was installed and goes on."""
+    CHECKPOINT_STATE_RELEASED: _CheckpointState.ValueType  # 8
+    """Open again while its records, frozen in memory, are written: nothing of it is durable yet. Comes between PREPARED
+    and COMMITTED, with reopen_when_captured.
+    """
 
 class CheckpointState(_CheckpointState, metaclass=_CheckpointStateEnumTypeWrapper):
     """Where a checkpoint stands, as the coordinator sees it."""
@@ -142,6 +146,10 @@ CHECKPOINT_STATE_STOPPED: CheckpointState.ValueType  # 6
 """Published with stop: servers were left closed or retired."""
 CHECKPOINT_STATE_RESTORED: CheckpointState.ValueType  # 7
 """A Restore whose state was installed and goes on."""
+CHECKPOINT_STATE_RELEASED: CheckpointState.ValueType  # 8
+"""Open again while its records, frozen in memory, are written: nothing of it is durable yet. Comes between PREPARED
+and COMMITTED, with reopen_when_captured.
+"""
 Global___CheckpointState: _TypeAlias = CheckpointState  # noqa: Y015
 
 class _CheckpointEpisodeKind:
@@ -335,6 +343,7 @@ class CoordinatorEvent(_message.Message):
     PARTICIPANT_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Required. Rises by one per event."""
     kind: Global___EventKind.ValueType
@@ -345,6 +354,8 @@ class CoordinatorEvent(_message.Message):
     """Required. For people."""
     epoch: _builtins.int
     """Epoch of the coordinator. Numbers begin anew with a higher one."""
+    state: Global___CheckpointState.ValueType
+    """Which state the checkpoint came to by it; unspecified for an event that is no such moment."""
     @_builtins.property
     def participant(self) -> _participant_pb2.ParticipantIdentity:
         """The participant, absent if it is about all."""
@@ -363,14 +374,89 @@ class CoordinatorEvent(_message.Message):
         participant: _participant_pb2.ParticipantIdentity | None = ...,
         age: _duration_pb2.Duration | None = ...,
         epoch: _builtins.int = ...,
+        state: Global___CheckpointState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "checkpoint_id", b"checkpoint_id", "epoch", b"epoch", "kind", b"kind", "message", b"message", "number", b"number", "participant", b"participant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "checkpoint_id", b"checkpoint_id", "epoch", b"epoch", "kind", b"kind", "message", b"message", "number", b"number", "participant", b"participant", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CoordinatorEvent: _TypeAlias = CoordinatorEvent  # noqa: Y015
+
+@_typing.final
+class CheckpointTiming(_message.Message):
+    """How long a checkpoint's operations took, and when its moments came, by the coordinator's own clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREPARE_FIELD_NUMBER: _builtins.int
+    CAPTURE_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    PUBLISH_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    PREPARED_AFTER_FIELD_NUMBER: _builtins.int
+    RELEASED_AFTER_FIELD_NUMBER: _builtins.int
+    DURABLE_AFTER_FIELD_NUMBER: _builtins.int
+    PUBLISHED_AFTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prepare(self) -> _duration_pb2.Duration:
+        """Prepare, retries and repeats included, as in each below."""
+
+    @_builtins.property
+    def capture(self) -> _duration_pb2.Duration:
+        """Capture."""
+
+    @_builtins.property
+    def commit(self) -> _duration_pb2.Duration:
+        """Commit."""
+
+    @_builtins.property
+    def publish(self) -> _duration_pb2.Duration:
+        """Publication."""
+
+    @_builtins.property
+    def resume(self) -> _duration_pb2.Duration:
+        """The end of the block."""
+
+    @_builtins.property
+    def prepared_after(self) -> _duration_pb2.Duration:
+        """From the first closing until every participant was at its safe cut; absent until then, as is each below."""
+
+    @_builtins.property
+    def released_after(self) -> _duration_pb2.Duration:
+        """From the first closing until admission was open again everywhere: the pause. Less prepared_after, it is the pause
+        beyond the wait for the safe cut.
+        """
+
+    @_builtins.property
+    def durable_after(self) -> _duration_pb2.Duration:
+        """From the first closing until every part was synced."""
+
+    @_builtins.property
+    def published_after(self) -> _duration_pb2.Duration:
+        """From the first closing until the root's sequence had its entry."""
+
+    def __init__(
+        self,
+        *,
+        prepare: _duration_pb2.Duration | None = ...,
+        capture: _duration_pb2.Duration | None = ...,
+        commit: _duration_pb2.Duration | None = ...,
+        publish: _duration_pb2.Duration | None = ...,
+        resume: _duration_pb2.Duration | None = ...,
+        prepared_after: _duration_pb2.Duration | None = ...,
+        released_after: _duration_pb2.Duration | None = ...,
+        durable_after: _duration_pb2.Duration | None = ...,
+        published_after: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "commit", b"commit", "durable_after", b"durable_after", "prepare", b"prepare", "prepared_after", b"prepared_after", "publish", b"publish", "published_after", b"published_after", "released_after", b"released_after", "resume", b"resume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "commit", b"commit", "durable_after", b"durable_after", "prepare", b"prepare", "prepared_after", b"prepared_after", "publish", b"publish", "published_after", b"published_after", "released_after", b"released_after", "resume", b"resume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointTiming: _TypeAlias = CheckpointTiming  # noqa: Y015
 
 @_typing.final
 class CheckpointSummary(_message.Message):
@@ -389,6 +475,10 @@ class CheckpointSummary(_message.Message):
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    BASE_CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Required. Its id."""
     state: Global___CheckpointState.ValueType
@@ -400,7 +490,7 @@ class CheckpointSummary(_message.Message):
     record_count: _builtins.int
     """Records of all participants."""
     bytes: _builtins.int
-    """Bytes of all parts."""
+    """Bytes of all parts, as this checkpoint wrote them."""
     continued_count: _builtins.int
     """Rollouts it continues."""
     restart_count: _builtins.int
@@ -409,9 +499,19 @@ class CheckpointSummary(_message.Message):
     """sha256 of the aggregate manifest's bytes, lower-case hex."""
     problem: _builtins.str
     """For people: why it cannot be read; counts and participants are then absent."""
+    state_bytes: _builtins.int
+    """Bytes of all payloads as they were encoded, wherever they are."""
+    chain: _builtins.int
+    """How many incremental checkpoints it is away from a full one; 0 for a full one."""
+    base_checkpoint_id: _builtins.str
+    """The checkpoint whose records it was told to refer to, as far as this coordinator wrote it; empty for none."""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[_participant_pb2.ParticipantIdentity]:
         """Participants in it."""
+
+    @_builtins.property
+    def timing(self) -> Global___CheckpointTiming:
+        """Present for one that is open or has ended here."""
 
     def __init__(
         self,
@@ -427,10 +527,14 @@ class CheckpointSummary(_message.Message):
         manifest_digest: _builtins.str = ...,
         participants: _abc.Iterable[_participant_pb2.ParticipantIdentity] | None = ...,
         problem: _builtins.str = ...,
+        state_bytes: _builtins.int = ...,
+        chain: _builtins.int = ...,
+        base_checkpoint_id: _builtins.str = ...,
+        timing: Global___CheckpointTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoint_id", b"checkpoint_id", "continued_count", b"continued_count", "epoch", b"epoch", "manifest_digest", b"manifest_digest", "participants", b"participants", "problem", b"problem", "record_count", b"record_count", "restart_count", b"restart_count", "sequence_number", b"sequence_number", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint_id", b"base_checkpoint_id", "bytes", b"bytes", "chain", b"chain", "checkpoint_id", b"checkpoint_id", "continued_count", b"continued_count", "epoch", b"epoch", "manifest_digest", b"manifest_digest", "participants", b"participants", "problem", b"problem", "record_count", b"record_count", "restart_count", b"restart_count", "sequence_number", b"sequence_number", "state", b"state", "state_bytes", b"state_bytes", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,14 +674,21 @@ class CommitCheckpointRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     REOPEN_WHEN_CAPTURED_FIELD_NUMBER: _builtins.int
     TRAINER_STATE_FIELD_NUMBER: _builtins.int
+    INCREMENTAL_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Required. The prepared checkpoint."""
     stop: _builtins.bool
     """Optional. The trainer stops after this checkpoint."""
     reopen_when_captured: _builtins.bool
-    """Optional. Reopen as soon as records are frozen, before they are durable."""
+    """Optional. Reopen as soon as records are frozen, before they are durable: the reply comes when they are. If that
+    fails, the newest published checkpoint stands, and the same call may be repeated within lease_ttl. Not with stop.
+    """
     trainer_state: _builtins.bytes
     """Optional, at most 1 MiB. The trainer's own block, kept in the manifest as it is."""
+    incremental: _builtins.bool
+    """Optional, default as the service is configured. Refer to the newest published checkpoint for records that did not
+    change since, instead of writing them again.
+    """
     @_builtins.property
     def scope(self) -> _episode_pb2.EpisodeList:
         """Required. The rollouts that go on."""
@@ -590,12 +701,15 @@ class CommitCheckpointRequest(_message.Message):
         stop: _builtins.bool = ...,
         reopen_when_captured: _builtins.bool = ...,
         trainer_state: _builtins.bytes = ...,
+        incremental: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_incremental", b"_incremental", "incremental", b"incremental", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "reopen_when_captured", b"reopen_when_captured", "scope", b"scope", "stop", b"stop", "trainer_state", b"trainer_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_incremental", b"_incremental", "checkpoint_id", b"checkpoint_id", "incremental", b"incremental", "reopen_when_captured", b"reopen_when_captured", "scope", b"scope", "stop", b"stop", "trainer_state", b"trainer_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__incremental: _TypeAlias = _typing.Literal["incremental"]  # noqa: Y015
+    _WhichOneofArgType__incremental: _TypeAlias = _typing.Literal["_incremental", b"_incremental"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__incremental) -> _WhichOneofReturnType__incremental | None: ...
 
 Global___CommitCheckpointRequest: _TypeAlias = CommitCheckpointRequest  # noqa: Y015
 
@@ -611,10 +725,11 @@ class CommitCheckpointResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Required. The checkpoint."""
     state: Global___CheckpointState.ValueType
-    """Required. COMMITTED, or what it fell back to."""
+    """Required. COMMITTED, or what it fell back to: RELEASED if it had been reopened."""
     restart_count: _builtins.int
     """Exact number of them."""
     @_builtins.property
@@ -629,6 +744,10 @@ class CommitCheckpointResponse(_message.Message):
     def restarts(self) -> _episode_pb2.EpisodeList:
         """Scope episodes that became restarts, at most 1,000."""
 
+    @_builtins.property
+    def timing(self) -> Global___CheckpointTiming:
+        """Its timing so far."""
+
     def __init__(
         self,
         *,
@@ -638,10 +757,11 @@ class CommitCheckpointResponse(_message.Message):
         error: _errors_pb2.ControlError | None = ...,
         restarts: _episode_pb2.EpisodeList | None = ...,
         restart_count: _builtins.int = ...,
+        timing: Global___CheckpointTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "restarts", b"restarts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "restarts", b"restarts", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "error", b"error", "outcomes", b"outcomes", "restart_count", b"restart_count", "restarts", b"restarts", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "error", b"error", "outcomes", b"outcomes", "restart_count", b"restart_count", "restarts", b"restarts", "state", b"state", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -742,10 +862,14 @@ class ResumeCheckpointResponse(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     RESUME_PENDING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Required. The checkpoint."""
     state: Global___CheckpointState.ValueType
     """Required. PUBLISHED, ABORTED or STOPPED; RESTORED or ABORTED for a Restore."""
+    failure: _builtins.str
+    """Of a checkpoint that was reopened before its records were durable, and never was published: why, and what stands."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParticipantOutcome]:
         """One per participant."""
@@ -758,6 +882,10 @@ class ResumeCheckpointResponse(_message.Message):
     def error(self) -> _errors_pb2.ControlError:
         """Set if the operation failed."""
 
+    @_builtins.property
+    def timing(self) -> Global___CheckpointTiming:
+        """Of a checkpoint that was open here."""
+
     def __init__(
         self,
         *,
@@ -766,10 +894,12 @@ class ResumeCheckpointResponse(_message.Message):
         outcomes: _abc.Iterable[Global___ParticipantOutcome] | None = ...,
         resume_pending: _abc.Iterable[_participant_pb2.ParticipantIdentity] | None = ...,
         error: _errors_pb2.ControlError | None = ...,
+        failure: _builtins.str = ...,
+        timing: Global___CheckpointTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "error", b"error", "outcomes", b"outcomes", "resume_pending", b"resume_pending", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "error", b"error", "failure", b"failure", "outcomes", b"outcomes", "resume_pending", b"resume_pending", "state", b"state", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1484,6 +1614,7 @@ class RunCheckpointRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     REOPEN_WHEN_CAPTURED_FIELD_NUMBER: _builtins.int
     TRAINER_STATE_FIELD_NUMBER: _builtins.int
+    INCREMENTAL_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Optional. As in PrepareCheckpoint."""
     stop: _builtins.bool
@@ -1491,6 +1622,8 @@ class RunCheckpointRequest(_message.Message):
     reopen_when_captured: _builtins.bool
     """Optional. As in CommitCheckpoint."""
     trainer_state: _builtins.bytes
+    """Optional. As in CommitCheckpoint."""
+    incremental: _builtins.bool
     """Optional. As in CommitCheckpoint."""
     @_builtins.property
     def ready_within(self) -> _duration_pb2.Duration:
@@ -1514,12 +1647,15 @@ class RunCheckpointRequest(_message.Message):
         stop: _builtins.bool = ...,
         reopen_when_captured: _builtins.bool = ...,
         trainer_state: _builtins.bytes = ...,
+        incremental: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "lease_ttl", b"lease_ttl", "ready_within", b"ready_within"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_incremental", b"_incremental", "in_flight", b"in_flight", "incremental", b"incremental", "lease_ttl", b"lease_ttl", "ready_within", b"ready_within"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "in_flight", b"in_flight", "lease_ttl", b"lease_ttl", "ready_within", b"ready_within", "reopen_when_captured", b"reopen_when_captured", "stop", b"stop", "trainer_state", b"trainer_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_incremental", b"_incremental", "checkpoint_id", b"checkpoint_id", "in_flight", b"in_flight", "incremental", b"incremental", "lease_ttl", b"lease_ttl", "ready_within", b"ready_within", "reopen_when_captured", b"reopen_when_captured", "stop", b"stop", "trainer_state", b"trainer_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__incremental: _TypeAlias = _typing.Literal["incremental"]  # noqa: Y015
+    _WhichOneofArgType__incremental: _TypeAlias = _typing.Literal["_incremental", b"_incremental"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__incremental) -> _WhichOneofReturnType__incremental | None: ...
 
 Global___RunCheckpointRequest: _TypeAlias = RunCheckpointRequest  # noqa: Y015
 

@@ -4,7 +4,7 @@ isort:skip_file
 The binary form of a records file (`records-<hex>.gck`), one per participant part.
 
     header   16 bytes  magic "\\x89GCK\\r\\n\\x1a\\n", format version (uint32 LE), zero (uint32)
-    chunks   concatenated payloads, about 4 MiB each; a larger payload has a chunk of its own
+    chunks   concatenated payloads, about 4 MiB each; a payload of 64 KiB or more has a chunk of its own
     index    one serialized RecordsIndex
     footer   56 bytes  index offset (uint64 LE), index length (uint64 LE), sha256 of the index, magic "GCKEND\\r\\n"
 
