@@ -270,12 +270,13 @@ def _read_records(corpus: Corpus, case: Case, root: CheckpointRoot, scope: set[E
 
 
 def declared(case: Case) -> int:
-    """Bytes that the files of a case hold, and say that they hold uncompressed."""
+    """Bytes that the files of a case hold, and say that they hold uncompressed; an index again, as it is parsed."""
     total = 0
     for path, data in case.files.all_files().items():
         total += len(data)
         if path.endswith(".gck") and (parts := parted(data)) is not None:
             index = parts[1]
+            total += index.ByteSize()
             chunks = [*index.chunks, *(base.chunk for base in index.base_chunks)]
             total += sum(min(chunk.raw_length, chunk.stored_length << 16, 2**31) for chunk in chunks)
     return total

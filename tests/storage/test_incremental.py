@@ -32,7 +32,7 @@ from gym_ckpt_grpc.storage import (
 from gym_ckpt_grpc.storage import payloads as payloads_module
 from gym_ckpt_grpc.storage.record_index import ChunkPlace, RecordIndex
 from gym_ckpt_grpc.storage.record_reader import RecordFile
-from tests.golden.scenes import CHECKPOINT, FORMATS, PLACE, value_records
+from tests.golden.scenes import CHECKPOINT, FORMATS, LATER, PLACE
 from tests.storage.builders import AGENT, COUNTER, make_records, write
 from tests.storage.recording_files import ROOT, RecordingFiles
 
@@ -311,14 +311,16 @@ def test_a_checkpoint_of_every_format_can_be_a_base(fixture: str, tmp_path: Path
     shutil.copytree(source, tmp_path / "root")
     root = CheckpointRoot(str(tmp_path / "root"))
     identity = ParticipantIdentity(*PLACE, incarnation_id="new")
-    records = value_records()
-    base = root.location(CHECKPOINT)
-    info = write(root.files, root, "new", identity=identity, records=records, base=base)
-    assert info.chain >= 1
-    assert info.files[1].checkpoint == CHECKPOINT
-    assert info.files[0].size < info.files[1].size
+    newest = CHECKPOINT if fixture == "format-1" else LATER
+    base = root.location(newest)
+    found = read_part(root.files, base, PLACE, checkpoint_id=newest)
+    info = write(root.files, root, "new", identity=identity, records=found.records, base=base)
+    assert info.chain == found.manifest.chain + 1
+    assert {entry.checkpoint for entry in info.files[1:]} == {newest, CHECKPOINT}
+    with RecordFile(root.files, root.location("new").part_file(PLACE, info.files[0].name)) as file:
+        assert file.index.own_chunks == 0
     part = read_part(root.files, root.location("new"), PLACE, checkpoint_id="new")
-    assert list(part.records) == list(records)
+    assert list(part.records) == list(found.records)
 
 
 # ---- as any other write

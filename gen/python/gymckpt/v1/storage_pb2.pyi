@@ -110,7 +110,7 @@ class RecordSchema(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Required. Name of the schema, such as `agent_session`. 1 to 128 characters."""
+    """Required. Name of the schema, such as `agent_session`. 1 to 256 characters."""
     version: _builtins.int
     """Required. Version of the schema, 1 and up."""
     def __init__(
