@@ -16,9 +16,10 @@ GEN_PYTHON := .venv-gen/bin/python
 
 CHECKED := gym_ckpt_grpc tests tools benchmarks
 # What runs under the other Pythons too: all that starts no server processes and waits for no real lease, without
-# the long random runs.
+# the long random runs and the replays of every crash.
 UNIT := tests --ignore=tests/coordinator --ignore=tests/e2e --ignore=tests/interop --ignore=tests/cli --ignore=tests/random --ignore=tests/fuzz \
-	--ignore=tests/testing -m "not e2e and not soak"
+	--ignore=tests/testing --ignore=tests/faults --ignore=tests/storage/test_power_loss.py \
+	--ignore=tests/storage/test_crash_calls.py --ignore=tests/storage/test_crash_failures.py -m "not e2e and not soak"
 RELEASED := protos/released.binpb
 
 .PHONY: help setup demo test test-python test-hf check mutants style types rooms sizes behaviour gen gen-check lint breaking \

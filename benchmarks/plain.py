@@ -24,7 +24,6 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId
 
 LINES, MANIFEST = "records.jsonl", "manifest.json"
 _CHECK = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
-_ENCODE = json.JSONEncoder(check_circular=False).encode  # the check before it has seen circles
 _BUFFER = 1 << 20
 
 
@@ -74,7 +73,7 @@ def _lines(records: Iterable[PlainRecord]) -> Iterator[bytes]:
             "session_id": record.session_id,
             "state": record.state,
         }
-        yield _ENCODE(line).encode("ascii") + b"\n"
+        yield json.dumps(line).encode("ascii") + b"\n"
 
 
 def read(directory: Path) -> list[PlainRecord]:

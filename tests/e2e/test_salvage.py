@@ -35,7 +35,7 @@ async def test_the_rollouts_that_are_left_continue_to_the_same_results(scene: st
     checkpoint_id = CheckpointRoot(str(source)).find().manifest.checkpoint_id
     flip_payload(CheckpointRoot(str(source)), checkpoint_id, AGENT, lost)
     if damage != "a record":
-        flip(only(source, "checkpoints/*/checkpoint.json"))
+        flip(only(source, f"checkpoints/{checkpoint_id}/checkpoint.json"))
     told = run("salvage", "--root", str(source), "--to", str(new), "--json")
     assert told.returncode == 1, told.stderr
     assert [(each["participant"], each["episode"]) for each in json.loads(told.stdout)["lost"]] == [

@@ -468,9 +468,9 @@ def test_no_rollout_ever_continues_without_all_of_its_state(tmp_path: Path, seed
 def test_a_checkpoint_of_every_format_has_its_manifests_proven(tmp_path: Path, format: Path, kind: str) -> None:
     source = tmp_path / "root"
     shutil.copytree(format / "native" / "root", source)
-    only(source, f"checkpoints/*/participants/{kind}/*/0/manifest.json").unlink()
     root = CheckpointRoot(str(source))
     checkpoint_id = root.find().manifest.checkpoint_id
+    only(source, f"checkpoints/{checkpoint_id}/participants/{kind}/*/0/manifest.json").unlink()
     found = salvage(root, checkpoint_id, CheckpointRoot(str(tmp_path / "new")), repairs=KindRepairs())
     assert found.is_complete
     old, made = root.find(), CheckpointRoot(str(tmp_path / "new")).find()
