@@ -122,7 +122,7 @@ async def test_verify_names_the_damaged_file(up: Up) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("show", "--root", "/nonexistent"), 2, "nothing is published"),
+        (("show", "--root", "/nonexistent"), 2, "/nonexistent"),
         (("show",), 2, "--root"),
         (("status",), 2, "--fleet"),
         (("status", "--fleet", "/nonexistent.yaml"), 2, "/nonexistent.yaml"),
