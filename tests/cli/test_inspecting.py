@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -422,6 +422,7 @@ def shapes(keys: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     )
 
 
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(st.dictionaries(KEYS, shapes(KEYS), max_size=4), max_size=3))
 @example(messages=[{"type": ["string", "null"]}])
 @example(messages=[{"role": "user", "tool_calls": 5}])

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ async def check_serving(served: Served) -> None:
     left = served.plane._core.tasks._tasks
     await asyncio.wait(set(left), timeout=10) if left else None
     assert not left, f"tasks run on: {left}"
-    new = f"whole-{id(status)}"
+    new = f"whole-{uuid.uuid4().hex}"
     await client.prepare(new, **who)
     await client.commit(id=new, **who)
     await client.resume(new, **who)
