@@ -149,7 +149,7 @@ def _records(view: CheckpointView, part: PartView, troubles: list[Trouble]) -> d
         with view.open_records(part) as file:
             return _contents(file.index)
     except (StateCorrupt, StateNotFound) as error:
-        message = error.message.replace(f"{view.root.path}/", "")
+        message = view.root.shortened(error.message)
         troubles.append(Trouble(f"{view.location.directory}/".removeprefix(f"{view.root.path}/"), message, part.name))
         return None
 

@@ -74,7 +74,7 @@ def view_rollout(view: CheckpointView, rollout_id: str, *, attempt: int | None =
         except (StateCorrupt, StateNotFound) as error:
             if part.count == 0:
                 continue
-            message = error.message.replace(f"{view.root.path}/", "")
+            message = view.root.shortened(error.message)
             relative = part.location.directory.removeprefix(f"{view.root.path}/")
             troubles.append(
                 Trouble(relative, f"{message}; whether it has state of {rollout_id} is not known", part.name)
@@ -93,7 +93,7 @@ def _record(view: CheckpointView, part: PartView, file: RecordFile, at: int) -> 
         fields = dict(index.fields(at))
         [record] = file.read_at([at])
     except (StateCorrupt, StateNotFound) as error:
-        problem = error.message.replace(f"{view.root.path}/", "")
+        problem = view.root.shortened(error.message)
     return RecordView(
         participant=part.name,
         episode=index.episodes[at],

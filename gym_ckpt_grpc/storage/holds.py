@@ -9,12 +9,11 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gym_ckpt_grpc.protocol.errors import CheckpointConflict, InvalidArgument, Violation
+from gym_ckpt_grpc.protocol.errors import InvalidArgument, Violation
 from gym_ckpt_grpc.protocol.ids import checkpoint_id_problem
-from gym_ckpt_grpc.storage import documents
 from gym_ckpt_grpc.storage.documents import Document
 from gym_ckpt_grpc.storage.files import FileLayer
-from gym_ckpt_grpc.storage.placing import create_once
+from gym_ckpt_grpc.storage.placing import create_document
 
 MAX_NAME = 100
 """Longest name of a hold, in characters: with the id in front of it, it is a file's name."""
@@ -55,9 +54,7 @@ def add_hold(files: FileLayer, root: str, hold: Hold) -> None:
         checkpoint_id=hold.checkpoint_id,
         name=hold.name,
     )
-    path = _path(root, hold)
-    if create_once(files, path, documents.to_bytes(content), root=root) is not None:
-        raise CheckpointConflict(f"{path!r} is there and says something else")
+    create_document(files, _path(root, hold), content, root=root)
 
 
 def remove_hold(files: FileLayer, root: str, hold: Hold) -> None:

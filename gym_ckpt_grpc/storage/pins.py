@@ -8,12 +8,10 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from gym_ckpt_grpc.protocol.errors import CheckpointConflict
 from gym_ckpt_grpc.protocol.ids import checkpoint_id_problem
-from gym_ckpt_grpc.storage import documents
 from gym_ckpt_grpc.storage.documents import Document
 from gym_ckpt_grpc.storage.files import FileLayer
-from gym_ckpt_grpc.storage.placing import create_once
+from gym_ckpt_grpc.storage.placing import create_document
 
 _NAME = re.compile(r"(?P<epoch>[1-9][0-9]*)-(?P<checkpoint_id>.+)\Z")
 
@@ -43,9 +41,7 @@ def add_pin(files: FileLayer, root: str, pin: Pin) -> None:
         epoch=pin.epoch,
         checkpoint_id=pin.checkpoint_id,
     )
-    path = _path(root, pin)
-    if create_once(files, path, documents.to_bytes(content), root=root) is not None:
-        raise CheckpointConflict(f"{path!r} is there and says something else")
+    create_document(files, _path(root, pin), content, root=root)
 
 
 def remove_pin(files: FileLayer, root: str, pin: Pin) -> None:

@@ -6,8 +6,9 @@ import posixpath
 from contextlib import suppress
 from types import TracebackType
 
-from gym_ckpt_grpc.protocol.errors import StateCorrupt, StateNotFound, StateUnwritable
+from gym_ckpt_grpc.protocol.errors import CheckpointConflict, StateCorrupt, StateNotFound, StateUnwritable
 from gym_ckpt_grpc.storage import documents
+from gym_ckpt_grpc.storage.documents import Document
 from gym_ckpt_grpc.storage.files import FileLayer, NameTaken
 from gym_ckpt_grpc.storage.names import temporary_name
 
@@ -108,6 +109,15 @@ def create_once(files: FileLayer, path: str, data: bytes, *, root: str) -> bytes
             files.sync_file(path)
     sync_up(files, directory, root)
     return None
+
+
+def create_document(files: FileLayer, path: str, document: Document, *, root: str) -> None:
+    """Create a JSON file as `create_once` does; an equal one is accepted.
+
+    Raises CheckpointConflict if it says something else, StateUnwritable.
+    """
+    if create_once(files, path, documents.to_bytes(document), root=root) is not None:
+        raise CheckpointConflict(f"{path!r} is there and says something else")
 
 
 def replace_hint(files: FileLayer, path: str, data: bytes) -> None:

@@ -57,7 +57,7 @@ def mend_part(
         try:
             blocks[entry.label] = _document(view, part, entry, repairs, records)
         except (StateCorrupt, StateNotFound) as error:
-            why = error.message.replace(f"{view.root.path}/", "")
+            why = view.root.shortened(error.message)
             lost.append(Lost(part.name, None, f"document {entry.label}: {why}"))
             unsafe = f"document {entry.label} of {part.name} is lost and cannot be made anew from its records: {why}"
     if part.manifest is not None:

@@ -82,6 +82,10 @@ class CheckpointRoot:
         """The `file://` URI, links followed."""
         return path_to_uri(self.path)
 
+    def shortened(self, message: str) -> str:
+        """A message about files of this root, with their names from the root on, as people look for them."""
+        return message.replace(f"{self.path}/", "")
+
     def preflight(self, *, expected_bytes: int = 0) -> Preflight:
         """Check that the root can be written, that creation is exclusive, and that `expected_bytes` fit.
 

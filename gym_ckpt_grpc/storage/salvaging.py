@@ -194,7 +194,7 @@ def _extract(
         if part.count == 0:
             return _Extracted(part, identity, info, mended.lost, "", mended.unsafe)
         count = "all" if part.count is None else f"all {part.count}"
-        why = error.message.replace(f"{view.root.path}/", "")
+        why = view.root.shortened(error.message)
         whole = Lost(part.name, None, f"{count} records: {why}")
         return _Extracted(part, identity, info, (whole, *mended.lost), why, mended.unsafe)
     with file:

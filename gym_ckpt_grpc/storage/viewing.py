@@ -246,7 +246,7 @@ def _select(root: CheckpointRoot, order: _Order, selector: str) -> CheckpointLoc
 
 def _trouble(root: CheckpointRoot, error: ControlError, path: str, participant: str = "") -> Trouble:
     """Paths are told from the root, as people see them."""
-    message = error.message.replace(f"{root.path}/", "")
+    message = root.shortened(error.message)
     return Trouble(path.removeprefix(f"{root.path}/"), message, participant or error.participant)
 
 
@@ -364,7 +364,7 @@ def _missing_files(root: CheckpointRoot, location: CheckpointLocation, part: Par
             size = file_size(root.files, path)
         except (StateCorrupt, StateNotFound) as error:
             base = f", which has state of {location.checkpoint_id}" if entry.checkpoint else ""
-            text = f"{error.message}{base}".replace(f"{root.path}/", "")
+            text = root.shortened(f"{error.message}{base}")
             yield Trouble(path.removeprefix(f"{root.path}/"), text, part.name)
             continue
         if size != entry.size:
