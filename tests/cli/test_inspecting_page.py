@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_operating_page import PART, Terminal
+from tests.cli.test_operating_page import PART, Terminal, run_page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -24,20 +24,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 def test_every_documented_command(terminal: Terminal) -> None:
     """Each prints what the page says."""
-    page = PAGE.read_text(encoding="utf-8")
-    parts = list(PART.finditer(page))
-    assert sum(part["command"] is not None for part in parts) == page.count("```sh\n"), "every block says what it does"
-    for part in parts:
-        command = part["command"] or ""
-        if part["stays"]:
-            terminal.stay(command)
-            continue
-        if part["killed"]:
-            terminal.kill_servers()
-            continue
-        status, output = terminal.run(command)
-        assert (status != 0) is bool(part["fails"]), f"{command}\n{output}"
-        assert part["text"] in output, f"{command}\n{output}"
+    assert sum(1 for _ in run_page(terminal, PAGE.read_text(encoding="utf-8"))) > 0
 
 
 def test_the_page_shows_every_command() -> None:

@@ -104,9 +104,8 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     opened.close()
 
 
-def test_every_documented_command(terminal: Terminal) -> None:
-    """Each prints what the page says, and none prints the token."""
-    page = PAGE.read_text(encoding="utf-8")
+def run_page(terminal: Terminal, page: str) -> Iterator[str]:
+    """Run every block of a page in its order; each ends and prints as the page says. Gives what each printed."""
     parts = list(PART.finditer(page))
     assert sum(part["command"] is not None for part in parts) == page.count("```sh\n"), "every block says what it does"
     for part in parts:
@@ -119,7 +118,13 @@ def test_every_documented_command(terminal: Terminal) -> None:
             status, output = terminal.run(command)
             assert (status != 0) is bool(part["fails"]), f"{command}\n{output}"
             assert part["text"] in output, f"{command}\n{output}"
-            assert (terminal.directory / "gym" / "tokens" / "controller").read_text().strip() not in output
+            yield output
+
+
+def test_every_documented_command(terminal: Terminal) -> None:
+    """Each prints what the page says, and none prints the token."""
+    for output in run_page(terminal, PAGE.read_text(encoding="utf-8")):
+        assert (terminal.directory / "gym" / "tokens" / "controller").read_text().strip() not in output
 
 
 def test_the_page_shows_every_command() -> None:
