@@ -7,8 +7,12 @@ on every system this project runs on, so nothing else has to escape it to be cor
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
 
 MAX_ROLLOUT_ID = 256
 MAX_CHECKPOINT_ID = 128
@@ -46,8 +50,7 @@ def _id_problem(text: str, limit: int) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class EpisodeId:
+class EpisodeId(msgspec.Struct, frozen=True, order=True, gc=False):
     """One attempt of one rollout.
 
     rollout_id: see `rollout_id_problem`. attempt: 0 and up; it rises by one per restore or restart.
@@ -83,32 +86,42 @@ class EpisodeId:
         return self.capture_key
 
 
+_SOME = EpisodeId("some")
+_CHARACTERS = f"{string.ascii_letters}{string.digits}._-".encode()
+_BAD_START = re.compile(rb"\n[^A-Za-z0-9]")
+
+
 def episode_ids(rollout_ids: Sequence[str], attempts: Sequence[int]) -> list[EpisodeId]:
-    """The EpisodeId of each pair of two columns of one length, checked as every one is, at a quarter of the time.
+    """The EpisodeId of each pair of two columns of one length, checked as every one is, at a third of the time.
 
     Raises ValueError for the first illegal one.
     """
     if len(rollout_ids) != len(attempts):
         raise ValueError(f"{len(rollout_ids)} rollout ids and {len(attempts)} attempts")
-    matches, new, set_rollout_id, set_attempt = _SAFE.match, EpisodeId.__new__, _SET_ROLLOUT_ID, _SET_ATTEMPT
+    if not (_all_plain(rollout_ids) and min(attempts) >= 0 and max(attempts) <= MAX_ATTEMPT):
+        return [EpisodeId(*pair) for pair in zip(rollout_ids, attempts, strict=True)]
+    copy, change = cast(Any, _SOME).__copy__, msgspec.structs.force_setattr  # what a copy gets was checked above
     found: list[EpisodeId] = []
     for rollout_id, attempt in zip(rollout_ids, attempts, strict=True):
-        # The plain ones; a name that could end like an attempt, and whatever is wrong, goes the long way.
-        if "-a" in rollout_id or len(rollout_id) > MAX_ROLLOUT_ID or not matches(rollout_id):
-            found.append(EpisodeId(rollout_id, attempt))
-        elif 0 <= attempt <= MAX_ATTEMPT:
-            episode = new(EpisodeId)
-            set_rollout_id(episode, rollout_id)
-            set_attempt(episode, attempt)
-            found.append(episode)
-        else:
-            found.append(EpisodeId(rollout_id, attempt))
+        episode = copy()
+        change(episode, "rollout_id", rollout_id)
+        if attempt:
+            change(episode, "attempt", attempt)
+        found.append(episode)
     return found
 
 
-# What a frozen dataclass's own __init__ does for each field, without looking the field up each time.
-_SET_ROLLOUT_ID = EpisodeId.__dict__["rollout_id"].__set__
-_SET_ATTEMPT = EpisodeId.__dict__["attempt"].__set__
+def _all_plain(rollout_ids: Sequence[str]) -> bool:
+    """Whether all of them are rollout ids that need no closer look, without a look at each; False if there is none.
+
+    A name that could end like an attempt needs one.
+    """
+    lines = "\n".join(rollout_ids)
+    if not rollout_ids or "-a" in lines or not lines.isascii() or max(map(len, rollout_ids)) > MAX_ROLLOUT_ID:
+        return False
+    data = lines.encode()
+    used = data.translate(None, delete=_CHARACTERS)  # the line ends, and whatever does not belong there
+    return used == b"\n" * (len(rollout_ids) - 1) and _BAD_START.search(b"\n" + data + b"\n") is None
 
 
 @dataclass(frozen=True, slots=True)

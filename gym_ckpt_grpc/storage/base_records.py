@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Self
+
+from msgspec.structs import replace
 
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateCorrupt, StateNotFound
 from gym_ckpt_grpc.storage.files import FileLayer

@@ -14,7 +14,7 @@ from gym_ckpt_grpc.storage.record_format import HEADER_SIZE
 from gym_ckpt_grpc.storage.stop import StopFlag
 
 _AHEAD = 2  # batches that may wait for the helper; with the one it stores and the one being filled, memory's bound
-_WRITE_BACK = 16 << 20  # bytes after which the file is told to begin its way to the disk
+_WRITE_BACK = 4 << 20  # bytes after which the file is told to begin its way to the disk
 _LEVEL = 1
 _LARGE = 16 << 20  # bytes from which a chunk is compressed piece by piece, lest it stand in memory twice
 _PIECE = 1 << 20

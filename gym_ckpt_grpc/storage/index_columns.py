@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import cast
 
+from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage.chunk_writer import StoredChunk
 from gym_ckpt_grpc.storage.payloads import Codec, Payload
-from gym_ckpt_grpc.storage.record_format import FORMAT_VERSION
+from gym_ckpt_grpc.storage.record_format import DIGEST_SIZE, FORMAT_VERSION
 from gym_ckpt_grpc.storage.record_index import BaseFile, ChunkPlace
-from gym_ckpt_grpc.storage.records import Record
+from gym_ckpt_grpc.storage.records import HEAD, Record
 from gymckpt.v1 import storage_pb2
+
+_UNKNOWN = bytes(DIGEST_SIZE)
 
 
 class IndexColumns:
@@ -20,6 +24,7 @@ class IndexColumns:
         self._schemas: dict[tuple[str, int], int] = {}
         self._names: dict[str, int] = {}
         self._content_types: dict[str, int] = {}
+        self._episodes: dict[EpisodeId, None] = {}
         self._rollout_ids: list[str] = []
         self._attempts: list[int] = []
         self._schema_of: list[int] = []
@@ -34,36 +39,65 @@ class IndexColumns:
         self._codecs: list[Codec] = []
         self._content_type_of: list[int] = []
         self._digests = bytearray()
+        self._as_chunk: list[tuple[int, int]] = []  # payload and chunk that have one digest, not known yet
 
     def __len__(self) -> int:
         """How many records there are."""
         return len(self._attempts)
 
+    @property
+    def episodes(self) -> Iterable[EpisodeId]:
+        """Those with a record, in order, each once."""
+        return self._episodes
+
     def add_records(self, records: Sequence[Record], fields: Sequence[bytes]) -> None:
         """Append records with their encoded fields; their payloads come next, in order."""
         schemas, names = self._schemas, self._names
-        self._rollout_ids += [record.episode.rollout_id for record in records]
-        self._attempts += [record.episode.attempt for record in records]
-        self._schema_of += [
-            schemas.setdefault((record.schema, record.schema_version), len(schemas)) for record in records
-        ]
-        self._owners += [names.setdefault(record.owner, len(names)) for record in records]
+        episodes = [record.episode for record in records]
+        self._episodes.update(dict.fromkeys(episodes))
+        self._rollout_ids += [episode.rollout_id for episode in episodes]
+        self._attempts += [episode.attempt for episode in episodes]
+        heads = list(map(HEAD, records))
+        places = {
+            head: (schemas.setdefault(head[:2], len(schemas)), names.setdefault(head[2], len(names)))
+            for head in dict.fromkeys(heads)
+        }
+        found = [places[head] for head in heads]
+        self._schema_of += [schema for schema, _ in found]
+        self._owners += [owner for _, owner in found]
         self._revisions += [0 if record.revision is None else record.revision + 1 for record in records]
         self._fields += fields
-        self._payload_counts += [len(record.payloads) for record in records]
-        self._payload_names += [names.setdefault(name, len(names)) for record in records for name in record.payloads]
+        payloads = [record.payloads for record in records]
+        self._payload_counts += map(len, payloads)
+        labels = [*chain.from_iterable(payloads)]
+        for name in dict.fromkeys(labels):
+            names.setdefault(name, len(names))
+        self._payload_names += map(names.__getitem__, labels)
 
     def add_payloads(
-        self, payloads: Sequence[Payload], digests: Sequence[bytes], chunks: Sequence[int], offsets: Sequence[int]
+        self,
+        payloads: Sequence[Payload],
+        digests: Sequence[bytes | None],
+        chunks: Sequence[int],
+        offsets: Sequence[int],
     ) -> None:
-        """Append the payloads of the records that were added last. offsets: in the raw bytes of their chunks."""
+        """Append the payloads of the records that were added last. offsets: in the raw bytes of their chunks.
+
+        digests: None for a payload that is all of its chunk, whose digest it has then.
+        """
         kinds = self._content_types
         self._chunks += chunks
         self._offsets += offsets
         self._lengths += [len(payload.data) for payload in payloads]
         self._codecs += [payload.codec for payload in payloads]
-        self._content_type_of += [kinds.setdefault(payload.content_type, len(kinds)) for payload in payloads]
-        self._digests += b"".join(digests)
+        content_types = [payload.content_type for payload in payloads]
+        for kind in dict.fromkeys(content_types):
+            kinds.setdefault(kind, len(kinds))
+        self._content_type_of += map(kinds.__getitem__, content_types)
+        self._digests += b"".join([digest or _UNKNOWN for digest in digests])
+        if None in digests:
+            first = len(self._chunks) - len(digests)
+            self._as_chunk += [(first + at, chunks[at]) for at, digest in enumerate(digests) if digest is None]
 
     def to_bytes(
         self, stored: Sequence[StoredChunk], base_files: Sequence[BaseFile] = (), base_chunks: Sequence[ChunkPlace] = ()
@@ -76,6 +110,8 @@ class IndexColumns:
         index.content_types.extend(self._content_types)
         index.chunks.extend(_chunk_entry(chunk) for chunk in stored)
         self._fill_records(index.records)
+        for payload, chunk in self._as_chunk:
+            self._digests[payload * DIGEST_SIZE : (payload + 1) * DIGEST_SIZE] = stored[chunk].digest
         self._fill_payloads(index.payloads, len(stored))
         _fill_base(index, base_files, base_chunks)
         return index.SerializeToString(deterministic=True)

@@ -158,7 +158,6 @@ class _PartWriter:
         self._identity = identity
         self._checkpoint_id = checkpoint_id
         self._stop = stop
-        self._episodes: dict[EpisodeId, None] = {}
 
     def write(
         self,
@@ -206,7 +205,7 @@ class _PartWriter:
             else:
                 self._accept(existing, data)
         self._clean(manifest)
-        return self._info(manifest, data)
+        return self._info(manifest, data, written.episodes)
 
     def _existing(self) -> bytes | None:
         """The manifest that is there already. Raises CheckpointConflict if it is another commit's."""
@@ -258,9 +257,7 @@ class _PartWriter:
             compress=options.compress,
         )
         try:
-            for record in records:
-                writer.add(record)
-                self._episodes[record.episode] = None
+            writer.add(records)
             written = writer.finish()
         finally:
             writer.abort()
@@ -307,7 +304,7 @@ class _PartWriter:
                 if name not in kept and (is_temporary(name) or _is_content_name(name)):
                     self._files.remove(self._part.file(name))
 
-    def _info(self, manifest: PartManifest, data: bytes) -> PartManifestInfo:
+    def _info(self, manifest: PartManifest, data: bytes, episodes: tuple[EpisodeId, ...]) -> PartManifestInfo:
         return PartManifestInfo(
             manifest_name=f"{self._part.relative}/manifest.json",
             manifest_digest=documents.sha256(data),
@@ -317,7 +314,7 @@ class _PartWriter:
             files=manifest.files,
             state_bytes=manifest.state_bytes,
             chain=manifest.chain,
-            episodes=tuple(self._episodes),
+            episodes=episodes,
         )
 
 

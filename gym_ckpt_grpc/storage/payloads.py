@@ -19,7 +19,7 @@ import json
 import math
 import re
 import struct
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import orjson
@@ -98,6 +98,38 @@ class Payload(msgspec.Struct, frozen=True, eq=False, gc=False):
         return f"Payload({self.codec!r}, {shown!r}, {self.content_type!r}) of {len(self.data)} bytes"
 
 
+class DecodedPayload(Payload, frozen=True, eq=False):
+    """A payload whose value a reader has made already, and whose bytes are gone: a restore holds its state once.
+
+    It is decoded once: its value is whoever's asked first, to be changed at will. It cannot be stored or compared.
+    """
+
+    value: Any = None
+
+    def take(self) -> Any:
+        """The value. Raises ValueError the second time."""
+        value = self.value
+        if value is _TAKEN:
+            raise ValueError("a value that was decoded while it was read is handed out once")
+        msgspec.structs.force_setattr(self, "value", _TAKEN)
+        return value
+
+    def __repr__(self) -> str:
+        return f"DecodedPayload({self.codec!r}, {self.content_type!r})"
+
+
+_TAKEN = object()
+
+
+def decoded_payload(payload: Payload, value: Any) -> DecodedPayload:
+    """What is left of a payload, given what `decode` made of it."""
+    return DecodedPayload(payload.codec, _GONE, payload.content_type, None, value)
+
+
+_GONE = cast(bytes, None)
+"""In place of bytes: whatever wants to store or measure them fails at once."""
+
+
 class PayloadRefused(ValueError):
     """A value that cannot be kept exactly. path: where in the value, such as `$.messages[3].when`.
 
@@ -140,9 +172,11 @@ def decode(payload: Payload, *, where: str = "") -> Any:
 
     where: file and record, for the error. Raises StateCorrupt.
     """
+    if type(payload) is DecodedPayload:
+        return payload.take()
     try:
-        if payload.codec is Codec.MSGPACK:
-            return msgspec.msgpack.decode(payload.data, ext_hook=_refuse_extension)
+        if payload.codec is _MSGPACK:
+            return _unpack(payload.data)
         if payload.codec is Codec.JSON:
             return json.loads(
                 payload.data.decode("ascii"),
@@ -154,6 +188,13 @@ def decode(payload: Payload, *, where: str = "") -> Any:
     except (ValueError, TypeError, RecursionError, msgspec.DecodeError, struct.error) as error:
         raise StateCorrupt(f"{where or 'a payload'} cannot be decoded as {payload.codec.name}: {error}") from error
     raise StateCorrupt(f"{where or 'a payload'} has an unknown codec {payload.codec!r}")
+
+
+def _refuse_extension(code: int, data: memoryview) -> Any:
+    raise ValueError(f"it has an extension of type {code}")
+
+
+_unpack = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
 
 
 def _bounded(data: bytes, where: str) -> bytes:
@@ -288,7 +329,3 @@ def _restore_tagged(tag: str, inner: Any) -> Any:
 
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
-
-
-def _refuse_extension(code: int, data: memoryview) -> Any:
-    raise ValueError(f"it has an extension of type {code}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import msgspec
 import orjson
 from google.protobuf.message import DecodeError
 
@@ -37,8 +38,7 @@ class BaseFile:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPlace:
+class ChunkPlace(msgspec.Struct, frozen=True, gc=False):
     """Where the stored bytes of a chunk are. base: the file that has them, or None: this one.
 
     offset, stored_length: in that file. raw_length: after decompression. digest: sha256 of the stored bytes.
@@ -103,12 +103,15 @@ class RecordIndex:
         self.digests = payloads.digests
         self.name_of, self.type_of = list(payloads.names), list(payloads.content_types)
         self.codecs: list[int] = list(payloads.codecs)
-        self._fields = list(self.raw.records.fields)
+        records = self.raw.records
+        self.schema_of, self.owner_of = list(records.schemas), list(records.owners)
+        self.revisions, self._payload_counts = list(records.revisions), list(records.payload_counts)
+        self._fields = list(records.fields)
         self._check_tables()
         self._check_records()
         self._check_payloads()
         self.episodes = self._episodes()
-        self.first_payload = [0, *accumulate(self.raw.records.payload_counts)]
+        self.first_payload = [0, *accumulate(self._payload_counts)]
         self._check_payload_names()
 
     def __len__(self) -> int:
@@ -192,19 +195,19 @@ class RecordIndex:
         records, count = self.raw.records, len(self)
         columns = (
             records.rollout_ids,
-            records.schemas,
-            records.owners,
-            records.revisions,
-            records.fields,
-            records.payload_counts,
+            self.schema_of,
+            self.owner_of,
+            self.revisions,
+            self._fields,
+            self._payload_counts,
         )
         if any(len(column) != count for column in columns):
             raise self.corrupt("has an index whose record columns differ in length")
-        self._check_positions(records.schemas, len(self.schemas), "schema")
-        self._check_positions(records.owners, len(self.names), "owner")
+        self._check_positions(self.schema_of, len(self.schemas), "schema")
+        self._check_positions(self.owner_of, len(self.names), "owner")
         if max(map(len, self._fields), default=0) > MAX_FIELDS:
             raise self.corrupt(f"has a record whose fields take more than {MAX_FIELDS} bytes")
-        if sum(records.payload_counts) != len(self.lengths):
+        if sum(self._payload_counts) != len(self.lengths):
             raise self.corrupt("has an index whose payload counts do not add up")
 
     def _check_payloads(self) -> None:
@@ -260,7 +263,7 @@ class RecordIndex:
 
     def _check_payload_names(self) -> None:
         """A record has each name once. Most have one payload, and need no look."""
-        for at, count in enumerate(self.raw.records.payload_counts):
+        for at, count in enumerate(self._payload_counts):
             if count > 1:
                 start = self.first_payload[at]
                 if len(set(self.name_of[start : start + count])) != count:

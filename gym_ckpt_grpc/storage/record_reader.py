@@ -13,7 +13,7 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage.chunk_reading import BasePaths, ChunkReader
 from gym_ckpt_grpc.storage.collector import paused_collector
 from gym_ckpt_grpc.storage.files import FileLayer
-from gym_ckpt_grpc.storage.payloads import Codec, Payload, decode
+from gym_ckpt_grpc.storage.payloads import Codec, Payload, decode, decoded_payload
 from gym_ckpt_grpc.storage.record_format import (
     FOOTER_SIZE,
     HEADER_SIZE,
@@ -129,7 +129,8 @@ class RecordFile:
     def read(self, selection: EpisodeSelection | None = None, *, decoded: bool = False) -> list[Record]:
         """The records of the selected episodes (None: all), in file order, every payload verified.
 
-        decoded: also decode every payload here, while the next ones are read (`Record.decode_ahead`).
+        decoded: also decode every payload here, while the next ones are read; their bytes are not kept, and each value
+        is handed out once.
         """
         if selection is None:
             return self.read_at(range(len(self)), decoded=decoded)
@@ -142,21 +143,21 @@ class RecordFile:
         positions = [position for at in chosen for position in index.payload_range(at)]
         records: list[Record] = []
         held: dict[int, bytes] = {}
-        building = self._build(chosen, held)
+        building = self._build(chosen, held, decoded)
         with paused_collector(), closing(self._chunks.fetch(positions)) as fetched:
             for batch in fetched:
                 self.bytes_read += batch.bytes_read
                 held.update(batch.payloads)
-                _take(building, records, decoded)
-            _take(building, records, decoded)  # at the end those without any payload
+                _take(building, records)
+            _take(building, records)  # at the end those without any payload
         return records
 
-    def _build(self, chosen: Iterable[int], held: dict[int, bytes]) -> Iterator[Record | None]:
+    def _build(self, chosen: Iterable[int], held: dict[int, bytes], decoded: bool) -> Iterator[Record | None]:
         """The records in order; None as often as a payload of the next one is not held yet.
 
         Takes the payloads out of `held`. One plain loop: of small records this is most of the work.
         """
-        index, columns, path = self.index, self.index.raw.records, self.path
+        index, path = self.index, self.path
         first, episodes, names, schemas, fields = (
             index.first_payload,
             index.episodes,
@@ -165,18 +166,34 @@ class RecordFile:
             index.fields,
         )
         name_of, codecs, type_of, types = index.name_of, index.codecs, index.type_of, index.content_types
-        schema_of, owners, revisions = list(columns.schemas), list(columns.owners), list(columns.revisions)
+        schema_of, owners, revisions = index.schema_of, index.owner_of, index.revisions
         for at in chosen:
             payloads: dict[str, Payload] = {}
             for position in range(first[at], first[at + 1]):
-                while (data := held.pop(position, None)) is None:
+                while position not in held:
                     yield None
-                payloads[names[name_of[position]]] = Payload(_CODECS[codecs[position]], data, types[type_of[position]])
+                name, codec, content_type = (
+                    names[name_of[position]],
+                    _CODECS[codecs[position]],
+                    types[type_of[position]],
+                )
+                payloads[name] = Payload(codec, held.pop(position), content_type)
             schema, version = schemas[schema_of[at]]
-            revision, owner = revisions[at] or None, names[owners[at]]
-            if revision is not None:
-                revision -= 1
-            yield Record(episodes[at], schema, version, owner, revision, fields(at), payloads, (path, at))
+            revision = revisions[at]
+            record = Record(
+                episodes[at],
+                schema,
+                version,
+                names[owners[at]],
+                revision - 1 if revision else None,
+                fields(at),
+                payloads,
+                (path, at),
+            )
+            if decoded:
+                for name, payload in payloads.items():
+                    payloads[name] = decoded_payload(payload, record.decode(name))
+            yield record
 
     # ---- all of it
 
@@ -204,10 +221,8 @@ class RecordFile:
         return Damage(episode, index.payload_name(position), problem, index.chunks[index.chunk_of[position]].base)
 
 
-def _take(building: Iterator[Record | None], records: list[Record], decoded: bool) -> None:
+def _take(building: Iterator[Record | None], records: list[Record]) -> None:
     for record in building:
         if record is None:
             return
-        if decoded:
-            record.decode_ahead()
         records.append(record)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
 
 from gym_ckpt_grpc.protocol.errors import InvalidArgument
+from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage.base_records import BaseRecords
 from gym_ckpt_grpc.storage.chunk_writer import Chunk, ChunkWriter
 from gym_ckpt_grpc.storage.files import FileSink
 from gym_ckpt_grpc.storage.index_columns import IndexColumns
-from gym_ckpt_grpc.storage.payloads import MAX_PAYLOAD, Codec
+from gym_ckpt_grpc.storage.payloads import MAX_PAYLOAD, Codec, Payload
 from gym_ckpt_grpc.storage.record_format import CHUNK_SIZE, MAX_INDEX, Footer, header, pack_footer
 from gym_ckpt_grpc.storage.record_index import BaseFile
-from gym_ckpt_grpc.storage.records import Record, check_records
+from gym_ckpt_grpc.storage.records import Record, RecordChecks
 from gym_ckpt_grpc.storage.stop import StopFlag
 
 Progress = Callable[[int, int], None]
@@ -24,28 +25,30 @@ Progress = Callable[[int, int], None]
 ALONE = 64 << 10
 """Bytes from which a payload has a chunk of its own: then one digest covers both, and a reader needs only it."""
 
-_TOGETHER, _TOGETHER_BYTES = 64, 256 << 10  # records, and bytes of payloads, that are placed at once
+_ALL_BYTES, _ALL_CODECS = frozenset({bytes}).issuperset, frozenset({Codec}).issuperset
+_TOGETHER, _TOGETHER_BYTES = 256, 512 << 10  # records, and bytes of payloads, that are placed at once
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
     """A finished records file. root_digest in hex; size: the whole file; payload_bytes: of all payloads, in bytes.
 
-    base_files: the earlier files that have payloads of it.
+    episodes: those with a record, in order, each once. base_files: the earlier files that have payloads of it.
     """
 
     root_digest: str
     size: int
     record_count: int
     payload_bytes: int
+    episodes: tuple[EpisodeId, ...]
     base_files: tuple[BaseFile, ...] = ()
 
 
 class RecordFileWriter:
     """Writes records into an open sink; neither syncs nor closes nor names it.
 
-    stop is checked before each chunk. base: what an earlier part has is pointed at there. Use `add` for each record,
-    then `finish`; `abort` at any time, which waits for the helper thread. The same records with the same base give the
+    stop is checked before each chunk. base: what an earlier part has is pointed at there. Use `add`, then `finish`;
+    `abort` at any time, which waits for the helper thread. The same records with the same base give the
     same bytes.
     """
 
@@ -70,41 +73,61 @@ class RecordFileWriter:
         self._chunk_count = 0
         self._buffer: bytearray | None = None
         self._open_size = 0
-        self._names: set[str] = set()
+        self._late = base is None and not compress
+        self._checks = RecordChecks()
         self._waiting: list[Record] = []
-        self._waiting_size = 0
         self._together = min(_TOGETHER_BYTES, chunk_size)
         self._batch: list[Chunk] = []
         self._batch_size = 0
         self._payload_bytes = 0
         sink.write(header())
 
-    def add(self, record: Record) -> None:
-        """Append a record. Raises InvalidArgument (perhaps for an earlier one), StateUnwritable, WriteStopped."""
-        for name, payload in record.payloads.items():
-            if type(payload.data) is not bytes or len(payload.data) > MAX_PAYLOAD or type(payload.codec) is not Codec:
-                problem = f"is no bytes, or more than {MAX_PAYLOAD} of them, or of no codec"
-                raise InvalidArgument(f"payload {name!r} of {record.episode} {problem}", episodes=[record.episode])
-            self._waiting_size += len(payload.data)
-        self._waiting.append(record)
-        if self._waiting_size >= self._together or len(self._waiting) >= _TOGETHER:
-            self._place_waiting()
+    def add(self, records: Iterable[Record]) -> None:
+        """Append records, taken one by one. Raises InvalidArgument, StateUnwritable, WriteStopped."""
+        waiting, size = self._waiting, 0
+        try:
+            for record in records:
+                waiting.append(record)
+                for payload in record.payloads.values():
+                    size += len(payload.data)
+                if size >= self._together or len(waiting) >= _TOGETHER:
+                    self._place_waiting()
+                    waiting, size = self._waiting, 0
+        except TypeError:
+            _refuse_payloads(waiting)  # if it was for one of them
+            raise
+        self._place_waiting()
 
     def _place_waiting(self) -> None:
         """Check and place the records that have come together, column by column: one by one costs twice the time."""
-        records, self._waiting, self._waiting_size = self._waiting, [], 0
-        self._columns.add_records(records, check_records(records, self._names))
+        records, self._waiting = self._waiting, []
         payloads = [payload for record in records for payload in record.payloads.values()]
-        digests = [payload.digest() for payload in payloads]
-        chunks, offsets = self._place([payload.data for payload in payloads], digests)
+        data = [payload.data for payload in payloads]
+        if not (_ALL_BYTES(map(type, data)) and _ALL_CODECS({type(payload.codec) for payload in payloads})):
+            _refuse_payloads(records)
+        if max(map(len, data), default=0) > MAX_PAYLOAD:
+            _refuse_payloads(records)
+        self._columns.add_records(records, self._checks.check(records))
+        digests = self._digests(payloads)
+        chunks, offsets = self._place(data, digests)
         self._columns.add_payloads(payloads, digests, chunks, offsets)
 
-    def _place(self, data: list[bytes], digests: list[bytes]) -> tuple[list[int], list[int]]:
+    def _digests(self, payloads: list[Payload]) -> list[bytes | None]:
+        """Of each; None if nobody needs it yet and it will be that of a chunk, which the helper thread makes."""
+        if self._late:
+            alone = self._alone
+            return [
+                each.known_digest or (None if len(each.data) >= alone else sha256(each.data).digest())
+                for each in payloads
+            ]
+        return [payload.digest() for payload in payloads]
+
+    def _place(self, data: list[bytes], digests: list[bytes | None]) -> tuple[list[int], list[int]]:
         """The chunk and the offset in it of each payload."""
-        start, size = self._open_size, sum(map(len, data))
-        if self._base is None and start + size <= self._chunk_size and max(map(len, data), default=0) < self._alone:
+        start, sizes = self._open_size, list(map(len, data))
+        if self._base is None and start + sum(sizes) <= self._chunk_size and max(sizes, default=0) < self._alone:
             # All go into the open chunk: copied while they are in the processor's cache, and free to go then.
-            offsets = list(accumulate(map(len, data), initial=start))
+            offsets = list(accumulate(sizes, initial=start))
             self._open_size = offsets.pop()
             if data:
                 self._room()[start : self._open_size] = b"".join(data)
@@ -112,9 +135,9 @@ class RecordFileWriter:
         places = [self._place_one(*one) for one in zip(data, digests, strict=True)]
         return [chunk for chunk, _ in places], [offset for _, offset in places]
 
-    def _place_one(self, data: bytes, digest: bytes) -> tuple[int, int]:
+    def _place_one(self, data: bytes, digest: bytes | None) -> tuple[int, int]:
         size = len(data)
-        place = self._base.take(digest, size) if self._base is not None else None
+        place = self._base.take(digest, size) if self._base is not None and digest is not None else None
         if place is not None:
             self._count(size)
             return place
@@ -163,7 +186,6 @@ class RecordFileWriter:
 
     def finish(self) -> WrittenFile:
         """Write what is left, the index and the footer. Raises StateUnwritable, WriteStopped."""
-        self._place_waiting()
         self._close_chunk()
         self._chunks.finish(self._batch)
         self._batch = []
@@ -174,13 +196,23 @@ class RecordFileWriter:
         index = self._columns.to_bytes(self._chunks.stored, base_files, base_chunks)
         if len(index) > MAX_INDEX:
             raise InvalidArgument(f"{len(self._columns)} records need an index of {len(index)} bytes, over {MAX_INDEX}")
-        digest = hashlib.sha256(index)
+        digest = sha256(index)
         footer = pack_footer(Footer(self._chunks.offset, len(index), digest.digest()))
         self._sink.write(index)
         self._sink.write(footer)
         size = self._chunks.offset + len(index) + len(footer)
-        return WrittenFile(digest.hexdigest(), size, len(self._columns), self._payload_bytes, base_files)
+        episodes = tuple(self._columns.episodes)
+        return WrittenFile(digest.hexdigest(), size, len(self._columns), self._payload_bytes, episodes, base_files)
 
     def abort(self) -> None:
         """End the helper thread; once this has returned nothing more is written."""
         self._chunks.abort()
+
+
+def _refuse_payloads(records: Iterable[Record]) -> None:
+    """Raise InvalidArgument if a payload is none."""
+    for record in records:
+        for name, payload in record.payloads.items():
+            if type(payload.data) is not bytes or len(payload.data) > MAX_PAYLOAD or type(payload.codec) is not Codec:
+                problem = f"is no bytes, or more than {MAX_PAYLOAD} of them, or of no codec"
+                raise InvalidArgument(f"payload {name!r} of {record.episode} {problem}", episodes=[record.episode])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -44,8 +45,8 @@ class Record(msgspec.Struct, frozen=True, eq=False):
     small facts that readers see without decoding state (FieldValue, at most 64 KiB encoded, key order kept).
     payloads: named state. Storage keeps the order of records and does not ask whether an episode has several.
 
-    Two are equal that say the same; source and ahead do not count. source: the file it was read from and its position
-    there, for errors. ahead: what a reader decoded already, by name of the payload, with the payload it was made of.
+    Two are equal that say the same. source does not count: the file it was read from and its position there, for
+    errors.
     """
 
     episode: EpisodeId
@@ -56,7 +57,6 @@ class Record(msgspec.Struct, frozen=True, eq=False):
     fields: Mapping[str, FieldValue] = msgspec.field(default_factory=dict)
     payloads: Mapping[str, Payload] = msgspec.field(default_factory=dict)
     source: tuple[str, int] | None = None
-    ahead: dict[str, tuple[Payload, Any]] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Record):
@@ -66,7 +66,7 @@ class Record(msgspec.Struct, frozen=True, eq=False):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        names = ", ".join(f"{name} ({len(payload.data)} bytes)" for name, payload in self.payloads.items())
+        names = ", ".join(f"{name} ({len(payload.data or b'')} bytes)" for name, payload in self.payloads.items())
         return f"Record({self.episode}, {self.schema!r} {self.schema_version}, {dict(self.fields)!r}, {names})"
 
     def _said(self) -> tuple[object, ...]:
@@ -76,26 +76,12 @@ class Record(msgspec.Struct, frozen=True, eq=False):
     def decode(self, name: str) -> Any:
         """Decode one payload; each call gives a value of its own, which the caller may change.
 
-        Raises StateCorrupt naming file, record and payload; also if there is none of that name.
+        Of a record that was read `decoded` it can be called once per payload; ValueError after that. Raises
+        StateCorrupt naming file, record and payload; also if there is none of that name.
         """
         payload = self.payloads.get(name)
         if payload is None:
             raise StateCorrupt(f"the {self.schema} record of {self.episode} has no {name!r}", episodes=[self.episode])
-        if self.ahead and (found := self.ahead.pop(name, None)) is not None and found[0] is payload:
-            return found[1]
-        return self._decode(name, payload)
-
-    def decode_ahead(self) -> None:
-        """Decode every payload now, so that the first `decode` of each costs nothing. Raises StateCorrupt as it does.
-
-        For threads that read records which others will take apart where time matters more.
-        """
-        ahead: dict[str, tuple[Payload, Any]] = {}
-        for name, payload in self.payloads.items():
-            ahead[name] = (payload, self._decode(name, payload))
-        msgspec.structs.force_setattr(self, "ahead", ahead)
-
-    def _decode(self, name: str, payload: Payload) -> Any:
         try:
             return decode(payload)
         except StateCorrupt:
@@ -110,30 +96,50 @@ class Record(msgspec.Struct, frozen=True, eq=False):
             raise StateCorrupt(error.message, episodes=[self.episode]) from error.__cause__
 
 
-def check_records(records: Sequence[Record], checked: set[str]) -> list[bytes]:
-    """Check records; returns the encoded fields of each. Raises InvalidArgument naming the first episode and field.
+class RecordChecks:
+    """Checks records a batch at a time, as one writer does. What was found usable once is not looked at again."""
 
-    checked: names that were found usable, which are not looked at again; grows.
-    """
-    content_types = {payload.content_type for record in records for payload in record.payloads.values()}
-    if not checked.issuperset(content_types):
-        _check_content_types(records)
-        checked.update(content_types)
-    for record in records:
-        labels = (record.schema, record.owner, *record.payloads)
-        if not (record.schema and checked.issuperset(labels)):
-            if not record.schema or not all(map(_is_label, labels)):
-                raise _refusal(record, "has an unusable schema, owner or payload name")
-            checked.update(labels)
-        if not 1 <= record.schema_version < 2**32:
-            raise _refusal(record, f"has schema_version {record.schema_version}")
-        if record.revision is not None and not 0 <= record.revision < 2**64 - 1:
-            raise _refusal(record, f"has revision {record.revision}")
+    def __init__(self) -> None:
+        self._heads: set[tuple[str, int, str]] = set()
+        self._names: set[str] = set()
+        self._content_types: set[str] = set()
+
+    def check(self, records: Sequence[Record]) -> list[bytes]:
+        """The encoded fields of each. Raises InvalidArgument naming the first episode and what is wrong with it."""
+        payloads = [record.payloads for record in records]
+        names, heads = set(chain.from_iterable(payloads)), set(map(HEAD, records))
+        if not (names <= self._names and heads <= self._heads):
+            for record in records:
+                _check_head(record)
+            self._names |= names
+            self._heads |= heads
+        content_types = {payload.content_type for each in payloads for payload in each.values()}
+        if not content_types <= self._content_types:
+            _check_content_types(records)
+            self._content_types |= content_types
+        for record in records:
+            if record.revision is not None and not 0 <= record.revision < 2**64 - 1:
+                raise _refusal(record, f"has revision {record.revision}")
+        return _encoded_fields(records)
+
+
+HEAD: Callable[[Record], tuple[str, int, str]] = attrgetter("schema", "schema_version", "owner")
+"""What most records of a part have in common."""
+
+
+def _check_head(record: Record) -> None:
+    if not record.schema or not all(map(_is_label, (record.schema, record.owner, *record.payloads))):
+        raise _refusal(record, "has an unusable schema, owner or payload name")
+    if not 1 <= record.schema_version < 2**32:
+        raise _refusal(record, f"has schema_version {record.schema_version}")
+
+
+def _encoded_fields(records: Sequence[Record]) -> list[bytes]:
     fields = [record.fields if type(record.fields) is dict else dict(record.fields) for record in records]
     if _PLAIN.issuperset(map(type, chain.from_iterable(each.values() for each in fields))):
         with suppress(TypeError, ValueError):
             # Copied: what orjson returns keeps the 4 KiB that it was written into.
-            encoded = [bytes(memoryview(orjson.dumps(each, option=_FIELDS))) for each in fields]
+            encoded = [bytes(memoryview(orjson.dumps(each, None, _FIELDS))) for each in fields]
             if max(map(len, encoded), default=0) <= MAX_FIELDS:
                 return encoded
     return [_encode_fields(*one) for one in zip(records, fields, strict=True)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateCorrupt, StateNotFound
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage.record_reader import RecordFile
-from gym_ckpt_grpc.storage.records import Record, check_records
+from gym_ckpt_grpc.storage.records import Record, RecordChecks
 
 _BATCH = 16 << 20  # bytes of payloads in memory at a time
 
@@ -67,7 +67,7 @@ def _unusable(record: Record) -> str:
     """Why a record of which every byte is intact is lost all the same: a restore would refuse the whole checkpoint for
     it, or it cannot be written again, as another writer may have written it."""
     try:
-        check_records([record], set())
+        RecordChecks().check([record])
         for name in record.payloads:
             record.decode(name)
     except (StateCorrupt, InvalidArgument) as error:

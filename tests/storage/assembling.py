@@ -51,8 +51,7 @@ def write_file(
     """One records file at PATH, and its bytes."""
     files = RecordingFiles() if files is None else files
     writer = RecordFileWriter(files.create(PATH), chunk_size=chunk_size, compress=compress)
-    for record in records:
-        writer.add(record)
+    writer.add(records)
     writer.finish()
     writer.abort()
     return files, files.all_files()[PATH]

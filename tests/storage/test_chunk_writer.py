@@ -49,8 +49,7 @@ def _record(number: int, *data: bytes) -> Record:
 def _write(records: list[Record], **more: Any) -> RecordingFiles:
     files = RecordingFiles()
     writer = RecordFileWriter(files.create(PATH), **more)
-    for record in records:
-        writer.add(record)
+    writer.add(records)
     writer.finish()
     writer.abort()
     return files
@@ -154,8 +153,7 @@ def test_a_commit_of_lazily_encoded_state_takes_a_bounded_amount_of_memory() -> 
         tracemalloc.start()
         try:
             writer = RecordFileWriter(files)
-            for record in records(count, size):
-                writer.add(record)
+            writer.add(records(count, size))
             writer.finish()
             _, peak = tracemalloc.get_traced_memory()
         finally:
@@ -196,7 +194,7 @@ def test_encoding_goes_on_while_a_chunk_is_written() -> None:
         record = Record(EpisodeId(f"r{number}"), "s", payloads={"p": encode("x" * 1000)})
         if number == 2:
             encoded_more.set()
-        writer.add(record)
+        writer.add([record])
     writer.finish()
     writer.abort()
 
@@ -209,7 +207,7 @@ def test_a_write_that_fails_on_the_helper_ends_the_commit_and_the_thread() -> No
 
     def add_all() -> None:
         for number in range(100):
-            writer.add(_record(number, b"x" * 100))
+            writer.add([_record(number, b"x" * 100)])
 
     with pytest.raises(StateUnwritable, match="ENOSPC"):
         add_all()
@@ -220,15 +218,15 @@ def test_a_write_that_fails_on_the_helper_ends_the_commit_and_the_thread() -> No
 # ---- early write-back
 
 
-def test_write_back_begins_every_sixteen_megabytes_on_the_helper() -> None:
+def test_write_back_begins_every_four_megabytes_on_the_helper() -> None:
     sink = _Discarding()
     writer = RecordFileWriter(sink)
     for number in range(200):
-        writer.add(_record(number, bytes(300_000)))
+        writer.add([_record(number, bytes(300_000))])
     writer.finish()
     writer.abort()
     at = [size for size, _ in sink.begun]
-    assert len(at) == 3
+    assert len(at) == 14
     steps = [end - start for start, end in zip([HEADER_SIZE, *at], at, strict=False)]
     assert all(chunk_writer._WRITE_BACK <= step < chunk_writer._WRITE_BACK + 300_000 for step in steps)
     assert all(name.startswith("gymckpt-records") for _, name in sink.begun)

@@ -63,8 +63,7 @@ def _file(records: list[Record], *, chunk_size: int = CHUNK_SIZE, compress: bool
     files = RecordingFiles()
     sink = files.create(PATH)
     writer = RecordFileWriter(sink, chunk_size=chunk_size, compress=compress)
-    for record in records:
-        writer.add(record)
+    writer.add(records)
     writer.finish()
     writer.abort()
     return files
@@ -141,7 +140,7 @@ def test_whoever_encodes_goes_on_while_a_chunk_is_compressed(monkeypatch: pytest
         record = Record(EpisodeId(f"r{number}"), "s", payloads={"p": encode({"text": "abc" * ALONE})})
         if number == 2:
             encoded_more.set()
-        writer.add(record)
+        writer.add([record])
     writer.finish()
     writer.abort()
     assert all(name.startswith("gymckpt-records") for name in compressing[:5])
@@ -162,7 +161,7 @@ def test_a_payload_of_many_megabytes_is_compressed_piece_by_piece(monkeypatch: p
     tracemalloc.start()
     try:
         writer = RecordFileWriter(sink, compress=True)
-        writer.add(_record(0, text_like))
+        writer.add([_record(0, text_like)])
         writer.finish()
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -182,7 +181,7 @@ def test_a_stop_is_heard_within_a_large_payload() -> None:
 
     sink = _Stopping()
     writer = RecordFileWriter(sink, compress=True, stop=stop)
-    writer.add(_record(0, (_noise(1 << 19) + bytes(1 << 19)) * 32))
+    writer.add([_record(0, (_noise(1 << 19) + bytes(1 << 19)) * 32)])
     with pytest.raises(WriteStopped):
         writer.finish()
     writer.abort()

@@ -14,9 +14,10 @@ import msgspec
 import pytest
 import zstandard
 
-from gym_ckpt_grpc.protocol.errors import StateCorrupt, StateNotFound
+from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateCorrupt, StateNotFound
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
 from gym_ckpt_grpc.storage import CheckpointRoot, Codec, Payload, Record, encode, raw, read_part
+from gym_ckpt_grpc.storage.payloads import DecodedPayload
 from gym_ckpt_grpc.storage.record_format import FOOTER_SIZE, HEADER_SIZE, Footer, pack_footer
 from gym_ckpt_grpc.storage.record_reader import RecordFile
 from gymckpt.v1 import storage_pb2
@@ -84,24 +85,31 @@ def test_the_threads_end_with_an_error_too_which_names_the_episode() -> None:
     assert not reading_threads()
 
 
-# ---- decoding ahead
+# ---- decoded while it is read
 
 
-def test_what_was_decoded_ahead_is_handed_out_once() -> None:
-    """After that each call makes a value of its own, so that nobody sees what another changed."""
+def test_what_was_decoded_while_it_was_read_is_handed_out_once() -> None:
+    """So that nobody sees what another changed, and no state is in memory twice."""
     files, _ = write_file(make_records(3))
     with RecordFile(files, PATH) as file:
         record = file.read(decoded=True)[1]
-    ahead = record.ahead
-    assert ahead is not None
-    value = ahead["state"][1]
-    first, second, third = (record.decode("state") for _ in range(3))
-    assert first is value
-    assert first == second == third
-    assert len({id(first), id(second), id(third)}) == 3
-    first["turn"] = "changed"
-    assert record.decode("state")["turn"] == 0
-    assert "state" not in ahead
+        lazy = file.read()[1]
+    assert record.decode("state") == lazy.decode("state") == lazy.decode("state")
+    with pytest.raises(ValueError, match="handed out once"):
+        record.decode("state")
+    assert record.decode("conversation") == lazy.decode("conversation")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_payload_that_was_decoded_has_no_bytes_and_cannot_be_written(count: int) -> None:
+    """It would be written as if it were empty."""
+    files, _ = write_file(make_records(count))
+    with RecordFile(files, PATH) as file:
+        records = file.read(decoded=True)
+    assert all(payload.data is None for record in records for payload in record.payloads.values())
+    assert "Decoded" in repr(records[0].payloads["state"])
+    with pytest.raises(InvalidArgument, match="is no bytes"):
+        write_file(records)
 
 
 def test_a_changed_copy_of_a_record_has_its_own_state() -> None:
@@ -140,9 +148,12 @@ def test_a_part_is_decoded_where_it_is_asked_for() -> None:
         read_part(files, root.location("ck"), AGENT.place, checkpoint_id="ck", decoded=decoded).records
         for decoded in (False, True)
     )
-    assert lazy == ready == tuple(make_records())
-    assert all(record.ahead is None for record in lazy)
-    assert all(set(record.ahead or ()) == set(record.payloads) for record in ready)
+    assert lazy == tuple(make_records())
+    for first, second in zip(lazy, ready, strict=True):
+        assert {type(payload) for payload in second.payloads.values()} == {DecodedPayload}
+        assert {name: first.decode(name) for name in first.payloads} == {
+            name: second.decode(name) for name in second.payloads
+        }
 
 
 # ---- compressed chunks

@@ -97,7 +97,7 @@ def test_a_restore_needs_no_knowledge_of_the_files_that_have_the_state(compress:
     chain, files = in_memory(length=4, compress=compress)
     assert [info.chain for info in chain.infos] == [0, 1, 2, 3]
     for turn in range(4):
-        part = chain.read(f"c{turn}", decoded=True)
+        part = chain.read(f"c{turn}")
         assert list(part.records) == records_at(turn)
         assert part.manifest.base_files or turn == 0
     files.opened.clear()

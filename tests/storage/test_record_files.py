@@ -23,8 +23,7 @@ def _write(records: list[Record], chunk_size: int = 64) -> tuple[RecordingFiles,
     files = RecordingFiles()
     sink = files.create(PATH)
     writer = RecordFileWriter(sink, chunk_size=chunk_size)
-    for record in records:
-        writer.add(record)
+    writer.add(records)
     writer.finish()
     writer.abort()
     return files, files.all_files()[PATH]
@@ -347,7 +346,7 @@ def test_the_writer_runs_ahead_of_the_file_by_a_few_chunks_and_ends_with_its_thr
 
     writer = RecordFileWriter(_Watching(), chunk_size=10, progress=progress)
     for number in range(20):
-        writer.add(Record(EpisodeId(f"r{number}"), "s", payloads={"p": raw(b"x" * 10, "x/y")}))
+        writer.add([Record(EpisodeId(f"r{number}"), "s", payloads={"p": raw(b"x" * 10, "x/y")})])
     writer.finish()
     writer.abort()
     assert len(leads) == 20
