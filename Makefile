@@ -22,7 +22,7 @@ UNIT := tests --ignore=tests/coordinator --ignore=tests/e2e --ignore=tests/inter
 	--ignore=tests/storage/test_crash_calls.py --ignore=tests/storage/test_crash_failures.py -m "not e2e and not soak"
 RELEASED := protos/released.binpb
 
-.PHONY: help setup demo test test-python test-hf check mutants style types rooms sizes behaviour gen gen-check lint breaking \
+.PHONY: help setup demo test test-python test-hf setup-nemo-gym test-nemo-gym check mutants style types rooms sizes behaviour gen gen-check lint breaking \
 	bench soak fuzz-reader lock clean
 
 help: ## List the targets
@@ -113,6 +113,22 @@ TORCH ?= torch
 
 test-hf: .venv-hf/.ready ## A cut generation of a small real transformer equals the uncut one (some gigabytes; never in CI)
 	.venv-hf/bin/python -m pytest tests/hf $(ARGS)
+
+# NeMo Gym asks for a patch release of Python 3.13 that many machines have not yet; its servers run on each of them.
+.venv-nemo-gym/.made:
+	$(call new-venv,.venv-nemo-gym,$(or $(shell tools/find-python 3.13),python3.13))
+.venv-nemo-gym/.installed: .venv-nemo-gym/.made requirements/nemo-gym.txt
+	.venv-nemo-gym/bin/python -m pip install --quiet --ignore-requires-python --requirement requirements/nemo-gym.txt
+	@touch $@
+.venv-nemo-gym/.ready: .venv-nemo-gym/.installed pyproject.toml
+	.venv-nemo-gym/bin/python -m pip install --quiet --ignore-requires-python --editable '.[asgi,cli]'
+	.venv-nemo-gym/bin/python -m pip check
+	@touch $@
+
+setup-nemo-gym: .venv-nemo-gym/.ready ## Make the environment with the released NeMo Gym (Python 3.13, 1.5 GB)
+
+test-nemo-gym: .venv-nemo-gym/.ready ## Run the tests with the released NeMo Gym's own servers
+	.venv-nemo-gym/bin/python -m pytest tests/nemo_gym $(ARGS)
 
 # atheris has wheels for a few platforms only, so that no lock names it.
 .venv-atheris/.made:

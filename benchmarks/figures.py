@@ -38,13 +38,17 @@ def timed_row(name: str, took: Took, facts: Mapping[str, float | str] | None = N
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """A promise and what was found. at_most: whether `limit` is the largest value allowed, else the least."""
+    """A promise and what was found. at_most: whether `limit` is the largest value allowed, else the least.
+
+    aim: what we want it to be and do not promise, if that is another value; a run says whether it was reached.
+    """
 
     name: str
     value: float
     limit: float
     unit: str = "x"
     at_most: bool = False
+    aim: float | None = None
 
     @property
     def held(self) -> bool:
@@ -53,7 +57,11 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         sign = "at most" if self.at_most else "at least"
-        return f"{self.name}: {self.value:.3g} {self.unit}, {sign} {self.limit:.3g} {self.unit}"
+        text = f"{self.name}: {self.value:.3g} {self.unit}, {sign} {self.limit:.3g} {self.unit}"
+        if self.aim is None:
+            return text
+        reached = self.value <= self.aim if self.at_most else self.value >= self.aim
+        return f"{text}; aimed at {self.aim:.3g} {self.unit}, {'reached' if reached else 'not reached'}"
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

@@ -134,19 +134,27 @@ def test_restore_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    "rollout_id", ["a", "a-b", "a-a", "a-a1b", "a-a0", "x" * 256, "0.-_", "a-a1", "", "x" * 257, "../x", "a\n"]
+    "rollout_id",
+    [
+        *("a", "a-b", "a-a", "a-a1b", "a-a0", "x" * 256, "0.-_"),
+        *("a-a1", "", "x" * 257, "../x", "-x", "a\n", "\na", "a\nb", "a\n-b", "a\r", "ä", "a\u2028b", "\ud800"),
+    ],
 )
 @pytest.mark.parametrize("attempt", [0, 1, 2**32 - 2, 2**32 - 1, -1])
-def test_many_ids_at_once_are_checked_as_each_is(rollout_id: str, attempt: int) -> None:
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_many_ids_at_once_are_checked_as_each_is(rollout_id: str, attempt: int, before: int) -> None:
+    rollout_ids = [*["first", "second"][:before], rollout_id, "last"]
+    attempts = [*[0, 7][:before], attempt, 1]
     try:
-        wanted = [EpisodeId("first"), EpisodeId(rollout_id, attempt)]
+        wanted = [EpisodeId(*pair) for pair in zip(rollout_ids, attempts, strict=True)]
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
-            episode_ids(["first", rollout_id], [0, attempt])
+            episode_ids(rollout_ids, attempts)
         return
-    found = episode_ids(["first", rollout_id], [0, attempt])
+    found = episode_ids(rollout_ids, attempts)
     assert found == wanted
-    assert (hash(found[1]), repr(found[1])) == (hash(wanted[1]), repr(wanted[1]))
+    assert [*map(hash, found)] == [*map(hash, wanted)]
+    assert repr(found) == repr(wanted)
 
 
 def test_columns_of_ids_must_have_one_length() -> None:
