@@ -121,8 +121,10 @@ class DecodedPayload(Payload, frozen=True, eq=False):
 _TAKEN = object()
 
 
-def decoded_payload(payload: Payload, value: Any) -> DecodedPayload:
-    """What is left of a payload, given what `decode` made of it."""
+def decoded_payload(payload: Payload, value: Any) -> Payload:
+    """What is left of a payload, given what `decode` made of it. RAW ones stay: their bytes are their value."""
+    if payload.codec is Codec.RAW:
+        return payload
     return DecodedPayload(payload.codec, _GONE, payload.content_type, None, value)
 
 

@@ -112,6 +112,17 @@ def test_a_payload_that_was_decoded_has_no_bytes_and_cannot_be_written(count: in
         write_file(records)
 
 
+def test_raw_bytes_stay_where_they_are() -> None:
+    """They are their own value, and an owner takes them with their content type."""
+    snapshot = raw(b"\x00\xff", "application/x-snapshot")
+    files, _ = write_file([Record(EpisodeId("r"), "s", payloads={"p": snapshot, "q": encode({"a": 1})})])
+    with RecordFile(files, PATH) as file:
+        (record,) = file.read(decoded=True)
+    assert record.payloads["p"] == snapshot
+    assert record.decode("p") == record.decode("p") == snapshot.data
+    assert record.decode("q") == {"a": 1}
+
+
 def test_a_changed_copy_of_a_record_has_its_own_state() -> None:
     files, _ = write_file(make_records(1))
     with RecordFile(files, PATH) as file:
