@@ -10,6 +10,7 @@ from gym_ckpt_grpc.capture.admission import admission_from_json as admission_fro
 from gym_ckpt_grpc.capture.admission import admission_to_json as admission_to_json
 from gym_ckpt_grpc.capture.admission import coordinates_from_json as coordinates_from_json
 from gym_ckpt_grpc.capture.admission import coordinates_to_json as coordinates_to_json
+from gym_ckpt_grpc.capture.attempt_rows import AttemptRows as AttemptRows
 from gym_ckpt_grpc.capture.backends import GrpcGenerationBackend as GrpcGenerationBackend
 from gym_ckpt_grpc.capture.continuation import Snapshot as Snapshot
 from gym_ckpt_grpc.capture.continuation import continuation_from_json as continuation_from_json

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from gym_ckpt_grpc.capture.ledger_files import CANCELLED, END, LedgerFiles, Lock, locked
 from gym_ckpt_grpc.capture.ledger_names import ROWS, LedgerPaths, name_of
-from gym_ckpt_grpc.capture.rows import AnyRow, check_fields, line_of
-from gym_ckpt_grpc.control import Row
 from gym_ckpt_grpc.protocol.errors import StateUnwritable, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 
@@ -38,24 +36,17 @@ class WrittenRows:
 
 
 def write_import(
-    files: LedgerFiles, paths: LedgerPaths, rows: Mapping[EpisodeId, Sequence[Row]], *, sync: bool
+    files: LedgerFiles, paths: LedgerPaths, lines: Mapping[EpisodeId, Sequence[bytes]], *, sync: bool
 ) -> WrittenRows:
-    """Write the rows of each target. sync: make them durable.
+    """Write the lines of each target's rows, which have their ends. sync: make them durable.
 
-    Raises ValueError naming target and row, UsageError for two attempts of a rollout, StateUnwritable; nothing is
-    left then.
+    Raises UsageError for two attempts of a rollout, StateUnwritable; nothing is left then.
     """
-    if len({target.rollout_id for target in rows}) != len(rows):
+    if len({target.rollout_id for target in lines}) != len(lines):
         raise UsageError("an import has two attempts of one rollout")
-    decoded: dict[EpisodeId, list[AnyRow]] = {}
-    for target, fields in rows.items():
-        try:
-            decoded[target] = check_fields(fields)
-        except ValueError as error:
-            raise ValueError(f"{target}: {error}") from error
     directory, lock = _begin(files, paths)
     try:
-        written = _write_all(files, directory, decoded, sync=sync)
+        written = _write_all(files, directory, lines, sync=sync)
     except BaseException:
         with suppress(StateUnwritable):  # what is left is removed by the next import
             _remove(files, directory)
@@ -85,21 +76,21 @@ def _begin(files: LedgerFiles, paths: LedgerPaths) -> tuple[str, Lock]:
 
 
 def _write_all(
-    files: LedgerFiles, directory: str, rows: Mapping[EpisodeId, Sequence[AnyRow]], *, sync: bool
+    files: LedgerFiles, directory: str, lines: Mapping[EpisodeId, Sequence[bytes]], *, sync: bool
 ) -> dict[EpisodeId, str | None]:
     def write(target: EpisodeId) -> str | None:
-        return _write(files, directory, target, rows[target], sync=sync) if rows[target] else None
+        return _write(files, directory, target, lines[target], sync=sync) if lines[target] else None
 
     with ThreadPoolExecutor(WRITERS, "gymckpt-import") as threads:
-        return dict(zip(rows, threads.map(write, rows), strict=True))
+        return dict(zip(lines, threads.map(write, lines), strict=True))
 
 
-def _write(files: LedgerFiles, directory: str, target: EpisodeId, rows: Sequence[AnyRow], *, sync: bool) -> str:
+def _write(files: LedgerFiles, directory: str, target: EpisodeId, lines: Sequence[bytes], *, sync: bool) -> str:
     path = posixpath.join(directory, name_of(target) + ROWS)
     sink = files.create(path)
     try:
         # The first line names the file: who follows the target's ledger sees that it is another one now.
-        sink.write(uuid.uuid4().hex.encode() + CANCELLED + END + b"".join(map(line_of, rows)))
+        sink.write(uuid.uuid4().hex.encode() + CANCELLED + END + b"".join(lines))
         if sync:
             sink.sync()
     finally:

@@ -66,14 +66,28 @@ def visit_of(scope: Mapping[str, Any]) -> Visit:
 class CheckpointMiddleware:
     """Puts a gate in front of an application. With checkpointing off it is not installed at all.
 
-    bypass: further paths, behind the rollout prefix, that are never held. Installing it twice with the same gate
-    changes nothing.
+    bypass: further paths, behind the rollout prefix, that are never held; one that ends in `/*` stands for all below.
+    keep_path: the application sees the path with its prefix. post_only: paths at which, and below which, only POST is
+    gated. Installing it twice with the same gate changes nothing.
+
+    An episode in the scope's state, put there by a middleware outside, goes before the path's; None there as well.
     """
 
-    def __init__(self, app: App, gate: Gate, *, bypass: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        app: App,
+        gate: Gate,
+        *,
+        bypass: Sequence[str] = (),
+        keep_path: bool = False,
+        post_only: Sequence[str] = (),
+    ) -> None:
         self._app = app.inner_of(gate) if isinstance(app, CheckpointMiddleware) else app
         self._gate = gate
-        self._bypass = frozenset((*BYPASS, *bypass))
+        self._bypass = frozenset(path for path in (*BYPASS, *bypass) if not path.endswith("/*"))
+        self._bypass_below = tuple(path.removesuffix("*") for path in bypass if path.endswith("/*"))
+        self._keep_path = keep_path
+        self._post_only = tuple(f"{path}/" for path in post_only)
 
     def inner_of(self, gate: Gate) -> App:
         """The application behind this middleware, if it asks the same gate; else this middleware itself."""
@@ -86,11 +100,11 @@ class CheckpointMiddleware:
         reply = _ReplySender(send, self._gate)
         try:
             episode, path = self._gate.names.split(scope["path"])
-            inner = _inner_scope(scope, self._gate.names, episode, path)
-            if path in self._bypass:
+            inner = scope if self._keep_path else _inner_scope(scope, self._gate.names, episode, path)
+            if self._is_bypass(scope["method"], path):
                 await self._app(inner, receive, reply)
             else:
-                await self._visit(inner, receive, reply, episode)
+                await self._visit(inner, receive, reply, path, episode)
         except CallerLeft:
             return  # nobody is there to be answered
         except ControlError as error:
@@ -98,24 +112,36 @@ class CheckpointMiddleware:
                 raise
             await _send_refusal(error, reply)
 
-    async def _visit(self, scope: Scope, receive: Receive, reply: _ReplySender, episode: EpisodeId | None) -> None:
+    def _is_bypass(self, method: str, path: str) -> bool:
+        if path in self._bypass or path.startswith(self._bypass_below):
+            return True
+        return method != "POST" and f"{path}/".startswith(self._post_only)
+
+    async def _visit(
+        self, scope: Scope, receive: Receive, reply: _ReplySender, path: str, episode: EpisodeId | None
+    ) -> None:
         """Enter the gate, run the application, leave the gate."""
         body = _WatchedBody(receive)
         token = CALLER.set(body.caller)
         try:
-            visit = await self._gate.enter(_request(scope, episode))
+            state = scope.get("state") or {}
+            episode = state.get(STATE_KEY, episode)
+            visit = await self._gate.enter(_request(scope, path, episode))
             reply.visit = visit
-            seen = {**scope, "state": {**(scope.get("state") or {}), VISIT_KEY: visit}}
+            seen = {**scope, "state": {**state, STATE_KEY: episode, VISIT_KEY: visit}}
             try:
                 await self._app(seen, body, reply)
             except asyncio.CancelledError:
                 if not visit.absorbs():
                     raise
+                whose: EpisodeId | None = getattr(visit, "episode", None) or episode  # perhaps only the session's
                 if reply.begun:
                     # Too late for an answer: the server cuts the connection of a reply that ends half way.
-                    log.info("%s was retired in the middle of a reply", episode)
+                    log.info("%s was retired in the middle of a reply", whose)
                     return
-                raise StaleAttempt(f"attempt {episode} was retired while it was served") from None
+                raise StaleAttempt(
+                    f"attempt {whose} was retired while it was served", episodes=[whose] if whose else []
+                ) from None
             finally:
                 reply.visit = Visit()
                 visit.leave()
@@ -259,8 +285,8 @@ def _inner_scope(scope: Scope, names: DataPlaneNames, episode: EpisodeId | None,
     return {**scope, "path": path, "raw_path": raw, "state": state}
 
 
-def _request(scope: Scope, episode: EpisodeId | None) -> GateRequest:
-    return GateRequest(scope["method"], scope["path"], episode, _decode(scope["headers"]), scope)
+def _request(scope: Scope, path: str, episode: EpisodeId | None) -> GateRequest:
+    return GateRequest(scope["method"], path, episode, _decode(scope["headers"]), scope)
 
 
 def _decode(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -61,7 +61,7 @@ class BodyIdentity:
             return
         messages: list[Message] = []
         try:
-            body = await _whole_body(receive, messages)
+            body = await whole_body(receive, messages)
             if body is None:
                 return  # the client has left
             episode = self._episode(body)
@@ -92,7 +92,7 @@ class BodyIdentity:
         return {**scope, "path": prefix + scope["path"], "raw_path": prefix.encode() + raw}
 
 
-async def _whole_body(receive: Receive, messages: list[Message]) -> bytes | None:
+async def whole_body(receive: Receive, messages: list[Message], *, limit: int | None = BODY_LIMIT) -> bytes | None:
     """The body, and the messages it came in; None if the client left. Raises InvalidArgument past the limit."""
     pieces: list[bytes] = []
     size, more = 0, True
@@ -103,7 +103,7 @@ async def _whole_body(receive: Receive, messages: list[Message]) -> bytes | None
         messages.append(message)
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
-        if size > BODY_LIMIT:
-            raise InvalidArgument(f"the body is longer than {BODY_LIMIT} bytes")
+        if limit is not None and size > limit:
+            raise InvalidArgument(f"the body is longer than {limit} bytes")
         more = message.get("more_body", False)
     return b"".join(pieces)

@@ -22,6 +22,7 @@ from gym_ckpt_grpc.participants.environment import EnvironmentSettings as Enviro
 from gym_ckpt_grpc.participants.episode_context import EpisodeContext as EpisodeContext
 from gym_ckpt_grpc.participants.generation_call import GenerationCall as GenerationCall
 from gym_ckpt_grpc.participants.mcp import SessionTokens as SessionTokens
+from gym_ckpt_grpc.participants.mcp import TokenReader as TokenReader
 from gym_ckpt_grpc.participants.names import DataPlaneNames as DataPlaneNames
 from gym_ckpt_grpc.participants.policy_calls import PolicyReply as PolicyReply
 from gym_ckpt_grpc.participants.policy_calls import PolicyRequest as PolicyRequest

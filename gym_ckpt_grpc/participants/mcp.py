@@ -16,11 +16,19 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from gym_ckpt_grpc.protocol.errors import UsageError
+
+
+class TokenReader(Protocol):
+    """What a gate needs of the tokens of a server's MCP route, whoever issues them."""
+
+    def read(self, token: str | None) -> str | None:
+        """The session id of a token; None for none, and for one that is not to be trusted."""
+
 
 SHORTEST_KEY = 16
 """Bytes of a configured key, at least."""

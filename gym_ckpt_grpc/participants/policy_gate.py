@@ -130,6 +130,15 @@ class PolicyGate:
         self.cuts.begun(visit)
         return GenerationCall(call_id, visit, self.cuts)
 
+    def call_named(self, visit: Visit, call_id: str) -> None:
+        """A server that makes its own call ids, and begins no generations here, says which one a call has.
+
+        Before its ledger has a row of the call: that row is left out of a checkpoint while the reply is undelivered.
+        A visit that is no tagged call, or has ended already, has no use for it.
+        """
+        if isinstance(visit, Ticket) and not visit.ended.done():
+            visit.call_id = call_id
+
     def _lease(self, ticket: Ticket) -> Continuation | None:
         try:
             return self._hooks.lease(ticket)

@@ -92,6 +92,10 @@ class PolicyModelOwner(OwnerDefaults):
         """A handler knows what a call asks for, and of whom; see `PolicyGate.begin_generation`."""
         return self._gate.begin_generation(visit, body, backend=backend, model=model)
 
+    def call_named(self, visit: Visit, call_id: str) -> None:
+        """A server that makes its own call ids says which one a call has; see `PolicyGate.call_named`."""
+        self._gate.call_named(visit, call_id)
+
     async def close(self) -> None:
         """End background work. Only at the end of the process."""
         await self._sweeper.close()

@@ -41,11 +41,12 @@ def raise_refusal(status: int, body: Any, headers: Mapping[str, str] | None = No
     if status < 400 or not isinstance(body, Mapping):
         return
     content = body.get("error")
-    if not isinstance(content, Mapping) or content.get("code") not in ErrorCode.__members__:
+    code = content.get("code") if isinstance(content, Mapping) else None
+    if not isinstance(content, Mapping) or not isinstance(code, str) or code not in ErrorCode.__members__:
         return
     after = header(headers or {}, "retry-after")
     raise error_for(
-        ErrorCode[content["code"]],
+        ErrorCode[code],
         str(content.get("detail", "")),
         retry_after=float(after) if after and after.isdigit() else None,
     )

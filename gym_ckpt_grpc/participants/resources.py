@@ -24,7 +24,7 @@ from gym_ckpt_grpc.control.ports import (
 )
 from gym_ckpt_grpc.participants.admission import HELD, MAX_WAITING, Admission, GateRequest, Held, Reply, Visit
 from gym_ckpt_grpc.participants.blocking import Blocking, Clock
-from gym_ckpt_grpc.participants.mcp import SessionTokens
+from gym_ckpt_grpc.participants.mcp import TokenReader
 from gym_ckpt_grpc.participants.names import DataPlaneNames, header
 from gym_ckpt_grpc.participants.reports import batches, make_report, run_side_by_side
 from gym_ckpt_grpc.participants.resource_sessions import (
@@ -56,7 +56,9 @@ class ResourcesSettings:
 
     mode, verify: see ResourcesMode and VerifyMode. require_identity: refuse a seed that names no rollout.
     session_of, session_after: where the session id stands. tokens: the server's MCP route is gated by the session of
-    the token in `session_header`. Paths are compared by their end; seeds may have several.
+    the token in `session_header`, there and below it. Paths are compared by their end; seeds may have several.
+    ends_on_verify: a verify that succeeds ends its session. Off, for agents that verify a session several times, only
+    a close ends it, or `session_ended`.
     """
 
     mode: ResourcesMode = ResourcesMode.RESTART_ONLY
@@ -65,11 +67,12 @@ class ResourcesSettings:
     max_waiting: int = MAX_WAITING
     session_of: SessionOf = _cookie_before
     session_after: SessionAfter = _cookie_after
-    tokens: SessionTokens | None = None
+    tokens: TokenReader | None = None
     seed_path: str | tuple[str, ...] = "/seed_session"
     verify_path: str = "/verify"
     close_path: str = "/close_session"
     mcp_path: str = "/mcp"
+    ends_on_verify: bool = True
 
 
 class ResourcesOwner(OwnerDefaults):
@@ -118,7 +121,7 @@ class ResourcesOwner(OwnerDefaults):
 
     def _session_id(self, request: GateRequest) -> str | None:
         tokens = self.settings.tokens
-        if tokens is not None and request.path.endswith(self.settings.mcp_path):
+        if tokens is not None and f"{self.settings.mcp_path}/" in f"{request.path}/":
             return tokens.read(header(request.headers, self.names.session_header))
         return self.settings.session_of(request)
 
@@ -178,8 +181,14 @@ class ResourcesOwner(OwnerDefaults):
             session_id = self.settings.session_after(request.asked, reply)
             if session_id is not None:
                 self.session_started(session_id, request.asked.episode)
-        elif request.asked.path.endswith((self.settings.verify_path, self.settings.close_path)) and request.session:
+        elif request.session and self._ends(request.asked.path):
             self._end(request.session, deferred=self.admission.closed and self._replays(request.asked))
+
+    def _ends(self, path: str) -> bool:
+        """Whether success at this path ends the session."""
+        return path.endswith(self.settings.close_path) or (
+            self.settings.ends_on_verify and path.endswith(self.settings.verify_path)
+        )
 
     def ended(self, request: Request) -> None:
         """A request has ended."""

@@ -43,15 +43,21 @@ class RestartOnlyOwner(OwnerDefaults):
     """Owns no state: it tracks the requests of each episode, reports their episodes as restarts, and retires them.
 
     It is the gate of its server's middleware as well. It never closes: only seeds wait, so that the set of restarts
-    stands still while a checkpoint is open.
+    stands still while a checkpoint is open. seed_paths: ends of the paths that seed a session.
     """
 
     kind = ParticipantKind.AGENT
 
     def __init__(
-        self, *, names: DataPlaneNames | None = None, max_waiting: int = MAX_WAITING, clock: Clock = time.monotonic
+        self,
+        *,
+        names: DataPlaneNames | None = None,
+        seed_paths: Sequence[str] = (SEED_PATH,),
+        max_waiting: int = MAX_WAITING,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._names = names or DataPlaneNames()
+        self._seed_paths = tuple(seed_paths)
         self.admission = Admission(max_waiting=max_waiting, clock=clock)
         self._blocking = Blocking(clock)
         self._steps = StepTracker(self.admission, self._blocking)
@@ -70,7 +76,7 @@ class RestartOnlyOwner(OwnerDefaults):
 
     async def enter(self, request: GateRequest) -> Visit:
         """Track work, hold seeds while closed, pass the rest. Raises RolloutIdRequired, StaleAttempt."""
-        if not request.path.endswith((SEED_PATH, *WORK_PATHS)):
+        if not request.path.endswith((*self._seed_paths, *WORK_PATHS)):
             return _PASS
         if request.episode is None:
             raise RolloutIdRequired(f"{request.path} names no rollout")
@@ -82,7 +88,7 @@ class RestartOnlyOwner(OwnerDefaults):
 
     def _attempt(self, request: GateRequest, episode: EpisodeId) -> Visit | Literal[Held.HELD]:
         self.admission.check_mark(episode)
-        seed = request.path.endswith(SEED_PATH)
+        seed = request.path.endswith(self._seed_paths)
         if seed and self.admission.closed:
             return HELD
         live = self._steps.begin((request.path, next(self._numbers)), episode, restart=True)

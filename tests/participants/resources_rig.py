@@ -27,6 +27,7 @@ class ResourcesRig:
         verify: VerifyMode = VerifyMode.WAIT,
         *,
         require_identity: bool = True,
+        ends_on_verify: bool = True,
     ) -> None:
         self.counters: dict[str, int] = {}
         self.hooks: list[tuple[str, list[str]]] = []
@@ -37,7 +38,9 @@ class ResourcesRig:
         """Session ids that seeds give out, if they are to replace the client's."""
         self.retire_gate: asyncio.Event | None = None
         self.clock = FakeClock()
-        settings = ResourcesSettings(mode=mode, verify=verify, require_identity=require_identity)
+        settings = ResourcesSettings(
+            mode=mode, verify=verify, require_identity=require_identity, ends_on_verify=ends_on_verify
+        )
         hooks = self if mode is ResourcesMode.EXPORTED else None
         self.owner = ResourcesOwner(hooks, settings, clock=self.clock)
         self.port = FakePort(ParticipantKind.RESOURCES)

@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 
 from gym_ckpt_grpc.integrations import CheckpointMiddleware, answer_refusal, episode_of
-from gym_ckpt_grpc.integrations.asgi import WATCHED_BODY, RolloutPrefix
-from gym_ckpt_grpc.participants import DataPlaneNames, EnvironmentOwner, GateRequest, Reply, Visit
+from gym_ckpt_grpc.integrations.asgi import STATE_KEY, WATCHED_BODY, RolloutPrefix
+from gym_ckpt_grpc.participants import (
+    DataPlaneNames,
+    EnvironmentOwner,
+    GateRequest,
+    Reply,
+    ResourcesMode,
+    ResourcesOwner,
+    ResourcesSettings,
+    Visit,
+)
 from gym_ckpt_grpc.participants.gates import RouteGate
 from gym_ckpt_grpc.protocol.errors import AdmissionClosed, InvalidPhase, RolloutIdRequired
-from tests.participants.fakes import App, Call, FakePort, R, call, close, reopen, retire, spin
+from gym_ckpt_grpc.protocol.identity import ParticipantKind
+from tests.participants.fakes import R1, App, Call, FakePort, R, call, close, reopen, retire, spin
 
 Scope = MutableMapping[str, Any]
 
@@ -235,3 +245,119 @@ async def test_other_protocols_pass(rig: Rig) -> None:
     await close(rig.owner)
     await CheckpointMiddleware(app, rig.owner.gate())({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     assert seen == ["lifespan"]
+
+
+# ---- in front of a framework that knows the prefix itself -------------------------------------------------
+
+
+class KeptPath:
+    """A gate that notes what it was asked, in front of an application that sees each path as it was sent."""
+
+    def __init__(self) -> None:
+        self.owner = EnvironmentOwner()
+        self.port = FakePort()
+        self.owner.attach(self.port)
+        self.scopes: list[Scope] = []
+        self.asked: list[GateRequest] = []
+        self.gate = self.owner.gate()
+        gate = NotedGate(self.gate, self.asked)
+        self.served = CheckpointMiddleware(
+            self.app, gate, keep_path=True, bypass=("/docs/*", "/stats"), post_only=("/mcp",)
+        )
+
+    async def app(self, scope: Scope, receive: Any, send: Any) -> None:
+        self.scopes.append(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+class NotedGate:
+    def __init__(self, gate: RouteGate, asked: list[GateRequest]) -> None:
+        self.gate = gate
+        self.asked = asked
+        self.names = gate.names
+
+    async def enter(self, request: GateRequest) -> Visit:
+        self.asked.append(request)
+        return await self.gate.enter(request)
+
+    def reply_headers(self) -> Mapping[str, str]:
+        return {}
+
+
+async def test_a_kept_path_reaches_the_application_and_the_gate_sees_the_rest_of_it() -> None:
+    rig = KeptPath()
+    await call(rig.served, "/rollout/r-a3/run").end()
+    (scope,), (asked,) = rig.scopes, rig.asked
+    assert (scope["path"], scope["raw_path"]) == ("/rollout/r-a3/run", b"/rollout/r-a3/run")
+    assert (asked.path, str(asked.episode), str(episode_of(scope))) == ("/run", "r-a3", "r-a3")
+
+
+@pytest.mark.parametrize("keep_path", [False, True])
+async def test_an_episode_that_was_found_outside_goes_before_the_paths(keep_path: bool) -> None:
+    """Even none: a request may be declared nobody's, whatever its path says."""
+    found: list[Any] = []
+
+    async def app(scope: Scope, receive: Any, send: Any) -> None:
+        found.append(scope["state"][STATE_KEY])
+
+    asked: list[GateRequest] = []
+    gate = NotedGate(EnvironmentOwner().gate(), asked)
+    served = CheckpointMiddleware(app, gate, keep_path=keep_path)
+    scope: Scope = {"type": "http", "method": "POST", "path": "/run", "headers": []}
+    for state in ({STATE_KEY: R1}, {}):
+        await served({**scope, "state": state}, _unused, _unused)
+    await CheckpointMiddleware(app, gate, keep_path=True)(
+        {**scope, "path": "/rollout/r/run", "state": {STATE_KEY: None}}, _unused, _unused
+    )
+    assert [each.episode for each in asked] == [R1, None, None]
+    assert found == [R1, None, None]
+
+
+@pytest.mark.behaviour("P49")
+async def test_routes_below_a_bypass_answer_while_closed_and_its_neighbours_wait() -> None:
+    rig = KeptPath()
+    await close(rig.owner)
+    for path in ("/stats", "/docs/", "/docs/oauth2-redirect", "/rollout/r/docs/x", "/health"):
+        assert (await call(rig.served, path, method="GET").end()).status == 200
+    held = [call(rig.served, path, method="GET") for path in ("/docs", "/docsx", "/stats/x")]
+    await spin()
+    assert [each.answer.status for each in held] == [0, 0, 0]
+    await reopen(rig.owner)
+    assert [(await each.end()).status for each in held] == [200, 200, 200]
+
+
+async def test_at_a_post_only_path_other_methods_are_never_held() -> None:
+    """A GET there is a stream of events without end, and changes nothing."""
+    rig = KeptPath()
+    await close(rig.owner)
+    for method, path in (("GET", "/mcp"), ("DELETE", "/mcp/"), ("GET", "/rollout/r/mcp/messages")):
+        assert (await call(rig.served, path, method=method).end()).status == 200
+    others = (("POST", "/mcp"), ("POST", "/mcp/"), ("GET", "/mcpx"))
+    held = [call(rig.served, path, method=method) for method, path in others]
+    await spin()
+    assert [each.answer.status for each in held] == [0, 0, 0]
+    await reopen(rig.owner)
+    assert [(await each.end()).status for each in held] == [200, 200, 200]
+
+
+async def test_the_refusal_of_a_retire_names_the_attempt_of_the_session_where_the_path_has_none() -> None:
+    """A tool call's path says nothing: whose it is, the session does."""
+    owner = ResourcesOwner(settings=ResourcesSettings(mode=ResourcesMode.STATELESS))
+    port = FakePort(ParticipantKind.RESOURCES)
+    owner.attach(port)
+    owner.session_started("s1", R1)
+    begun = asyncio.Event()
+
+    async def slow(scope: Scope, body: bytes) -> tuple[int, Mapping[str, str], Any]:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError("went on")
+
+    running = call(CheckpointMiddleware(App({"/tool": slow}), owner.gate()), "/tool", headers={"cookie": "session=s1"})
+    await begun.wait()
+    await retire(owner, port, R1)
+    answer = await running.end()
+    assert (answer.status, answer.code) == (409, "STALE_ATTEMPT")
+    assert "r-a1" in answer.json()["error"]["detail"]
+    assert answer.json()["error"]["episodes"] == ["r-a1"]

@@ -40,7 +40,7 @@ class McpRig:
         self.owner = ResourcesOwner(self, settings, names=names)
         self.port = FakePort(ParticipantKind.RESOURCES)
         self.owner.attach(self.port)
-        self.app = App({"/seed_session": self.seed_session, "/mcp": self.mcp})
+        self.app = App({"/seed_session": self.seed_session, **dict.fromkeys(("/mcp", "/mcp/", "/mcp/x"), self.mcp)})
         self.served = CheckpointMiddleware(self.app, self.owner.gate())
 
     async def seed_session(self, scope: Any, body: bytes) -> tuple[int, Mapping[str, str], Any]:
@@ -71,9 +71,9 @@ class McpRig:
         token: str = (await call(self.served, f"/rollout/{episode}/seed_session", headers=headers).end()).json()
         return token
 
-    def ask(self, token: str | None) -> Call:
+    def ask(self, token: str | None, path: str = "/mcp") -> Call:
         headers = {} if token is None else {self.names.session_header: token}
-        return call(self.served, "/mcp", {"method": "tools/call"}, headers=headers)
+        return call(self.served, path, {"method": "tools/call"}, headers=headers)
 
 
 @pytest.fixture
@@ -94,14 +94,17 @@ async def test_an_mcp_call_is_held_while_closed_and_runs_once_after_resume(rig: 
 
 
 @pytest.mark.behaviour("P216")
-async def test_an_mcp_call_in_flight_blocks_under_its_session(rig: McpRig) -> None:
+@pytest.mark.parametrize("path", ["/mcp", "/mcp/", "/mcp/x"])
+async def test_an_mcp_call_in_flight_blocks_under_its_session(rig: McpRig, path: str) -> None:
+    """Frameworks serve the route with a slash behind it, and whatever stands below it, as well."""
     token = await rig.seed()
     rig.go.clear()
-    running = rig.ask(token)
+    running = rig.ask(token, path)
     await spin()
     await close(rig.owner)
     (blocker,) = rig.owner.report(9).blockers
-    assert (blocker.reason, blocker.episode, blocker.place) == (BlockerReason.IN_FLIGHT_REQUEST, R, "/mcp session k")
+    place = f"{path} session k"
+    assert (blocker.reason, blocker.episode, blocker.place) == (BlockerReason.IN_FLIGHT_REQUEST, R, place)
     rig.go.set()
     await running.end()
     assert rig.owner.is_ready()

@@ -99,6 +99,7 @@ def test_what_is_no_refusal_raises_nothing() -> None:
         (200, {"error": {"code": "STALE_ATTEMPT"}}),
         (500, "x"),
         (409, {"error": {"code": "OTHER"}}),
+        (409, {"error": {"code": ["STALE_ATTEMPT"]}}),
         (409, {}),
     ]:
         raise_refusal(status, body)

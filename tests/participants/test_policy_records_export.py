@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from gym_ckpt_grpc.control import HookFailed
-from gym_ckpt_grpc.integrations import CheckpointMiddleware
+from gym_ckpt_grpc.integrations import CheckpointMiddleware, visit_of
 from gym_ckpt_grpc.participants import PolicyModelRecord
 from gym_ckpt_grpc.protocol.errors import InvalidArgument
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
 from gym_ckpt_grpc.storage import Record
 from tests.participants.fakes import R1, R, S, exported, reopen, retire, spin
-from tests.participants.policy_rig import USER, FakeBackend, PolicyServer
+from tests.participants.policy_rig import USER, FakeBackend, PolicyServer, answer_to, coordinates_of
 
 OTHER = [{"role": "user", "content": "another request"}]
 
@@ -90,6 +90,45 @@ async def test_rows_of_undelivered_calls_are_left_out_although_the_ledger_has_th
     await server.open()
     assert (await held.end()).status == 200
     assert ids((await server.checkpoint(R, number=2))[0]) == server.call_ids
+
+
+async def test_rows_of_undelivered_calls_whose_ids_the_server_makes_are_left_out_too(
+    server: PolicyServer,
+) -> None:
+    """A framework that begins no generations here, and says which id a call has before its row is there."""
+    assert server.ledger is not None
+    conversation = await server.turns(R, 1)
+    ledger = server.ledger
+
+    async def answer(scope: Any, body: bytes) -> tuple[int, dict[str, str], Any]:
+        server.owner.call_named(visit_of(scope), "its-own")
+        admission = ledger.admit(R, "its-own", conversation)
+        assert admission is not None
+        ledger.append_staged(admission, coordinates_of(admission), "resp", answer_to(conversation))
+        return 200, {}, None
+
+    server.app.routes["/v1/responses"], begun = _when_closed(answer)
+    held = server.call(R, "/v1/responses")
+    await spin()
+    await server.close()
+    begun.set()
+    await spin(20)
+    assert [row["call_id"] for row in ledger.export([R])[R]] == [*server.call_ids, "its-own"]
+    assert ids((await server.export(R))[0]) == server.call_ids
+    await server.open()
+    assert (await held.end()).status == 200
+    assert ids((await server.checkpoint(R, number=2))[0]) == [*server.call_ids, "its-own"]
+
+
+def _when_closed(answer: Any) -> tuple[Any, asyncio.Event]:
+    """The handler, once it is let go."""
+    go = asyncio.Event()
+
+    async def wait(scope: Any, body: bytes) -> Any:
+        await go.wait()
+        return await answer(scope, body)
+
+    return wait, go
 
 
 async def test_rows_of_a_call_that_begins_while_the_ledger_is_read_are_left_out(server: PolicyServer) -> None:

@@ -86,6 +86,17 @@ async def test_a_2xx_verify_or_close_ends_the_session_and_a_failed_one_does_not(
     assert rig.sessions() == 0
 
 
+async def test_a_session_that_is_verified_several_times_ends_at_its_close_only() -> None:
+    """Agents that let the server check an attempt, and then try again in the same session."""
+    rig = ResourcesRig(ends_on_verify=False)
+    await rig.seed()
+    for _ in range(2):
+        assert (await rig.call("/verify").end()).status == 200
+    assert [each.episode for each in await exported(rig.owner)] == [R]
+    await rig.call("/close_session").end()
+    assert rig.sessions() == 0
+
+
 @pytest.mark.behaviour("P207")
 async def test_a_replayable_verify_while_closed_is_admitted_and_ends_the_session_at_resume() -> None:
     rig = ResourcesRig(verify=VerifyMode.REPLAY)

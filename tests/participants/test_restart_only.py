@@ -254,3 +254,23 @@ async def test_an_agent_that_builds_its_own_application_reports_restarts_and_is_
     assert ((await gone.end()).code, await rig.restarts()) == ("STALE_ATTEMPT", [S])
     rig.go.set()
     assert (await kept.end()).json() == {"done": "win"}
+
+
+async def test_an_agent_may_have_other_routes_that_seed() -> None:
+    """They alone are held then, and their replies say that the session cannot be captured."""
+    owner = RestartOnlyOwner(seed_paths=("/v1/sessions",))
+    owner.attach(FakePort(ParticipantKind.AGENT))
+
+    async def ok(scope: Any, body: bytes) -> tuple[int, Mapping[str, str], Any]:
+        return 200, {}, "ok"
+
+    app = App({"/v1/sessions": ok, "/v1/sessions/close": ok, "/seed_session": ok})
+    served: Any = CheckpointMiddleware(app, owner.gate())
+    await close(owner)
+    held = call(served, "/rollout/r/v1/sessions")
+    for path in ("/v1/sessions/close", "/seed_session"):
+        assert (await call(served, path).end()).headers.get(owner.names.restart_header) is None
+    await spin()
+    assert (owner.report(9).counts["waiting"], app.seen) == (1, ["/v1/sessions/close", "/seed_session"])
+    await reopen(owner)
+    assert (await held.end()).headers[owner.names.restart_header] == "1"
