@@ -35,6 +35,26 @@ class ResourceSession:
     """A replayable verify ended it while closed: it is still exported."""
 
 
+class SeenSessions:
+    """Session ids that this process gave out, or whose sessions it has ended: the last of them."""
+
+    __slots__ = ("_keys", "_limit")
+
+    def __init__(self, limit: int = 1 << 17) -> None:
+        self._keys: dict[str, None] = {}
+        self._limit = limit
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+    def add(self, key: str) -> None:
+        """Remember an id, and forget the oldest beyond the limit."""
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > self._limit:
+            del self._keys[next(iter(self._keys))]
+
+
 class RefusedSessions:
     """Freed sessions of retired attempts, until Forget: whose each was."""
 

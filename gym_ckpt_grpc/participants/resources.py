@@ -7,7 +7,7 @@ for protocols whose sessions begin and end elsewhere than in `/seed_session`, `/
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ from gym_ckpt_grpc.participants.resource_sessions import (
     Request,
     Requests,
     ResourceSession,
+    SeenSessions,
     SessionAfter,
     SessionOf,
     session_from_cookie,
@@ -39,7 +40,7 @@ from gym_ckpt_grpc.participants.resource_sessions import (
 from gym_ckpt_grpc.participants.resources_state import ResourcesState, StagedSessions
 from gym_ckpt_grpc.participants.session_table import SessionTable
 from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks, ResourcesMode, VerifyMode, check_hooks
-from gym_ckpt_grpc.protocol.errors import RetireIncomplete, RolloutIdRequired, StaleAttempt
+from gym_ckpt_grpc.protocol.errors import RetireIncomplete, RolloutIdRequired, StaleAttempt, StateNotFound
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
@@ -59,6 +60,9 @@ class ResourcesSettings:
     the token in `session_header`, there and below it. Paths are compared by their end; seeds may have several.
     ends_on_verify: a verify that succeeds ends its session. Off, for agents that verify a session several times, only
     a close ends it, or `session_ended`.
+    brought: whether the client brought the session id of a request with it, from an earlier reply. With it, mode
+    `exported` refuses a session that this process has neither seeded nor been given by a restore: the server was
+    started anew, and would answer from an empty state. A seed or a close is not refused.
     """
 
     mode: ResourcesMode = ResourcesMode.RESTART_ONLY
@@ -73,6 +77,7 @@ class ResourcesSettings:
     close_path: str = "/close_session"
     mcp_path: str = "/mcp"
     ends_on_verify: bool = True
+    brought: Callable[[GateRequest], bool] | None = None
 
 
 class ResourcesOwner(OwnerDefaults):
@@ -100,6 +105,8 @@ class ResourcesOwner(OwnerDefaults):
         self._sessions: SessionTable[ResourceSession] = SessionTable()
         self._requests = Requests(self.admission, self._blocking)
         self._refused = RefusedSessions()
+        self._seen = SeenSessions()
+        self._looks_for_lost = self.settings.brought is not None and self.settings.mode is ResourcesMode.EXPORTED
         self._unattributed = 0
         self._state = ResourcesState(
             self.settings.mode, hooks, self.admission, self._blocking, self._sessions, self._requests, self._refused
@@ -112,7 +119,7 @@ class ResourcesOwner(OwnerDefaults):
         return self
 
     async def enter(self, request: GateRequest) -> Visit:
-        """Hold, admit and count, or refuse one request. Raises RolloutIdRequired, StaleAttempt."""
+        """Hold, admit and count, or refuse one request. Raises RolloutIdRequired, StaleAttempt, StateNotFound."""
         session_id = self._session_id(request)
         return await self.admission.admit(lambda: self._attempt(request, session_id), self._whose(request, session_id))
 
@@ -120,10 +127,12 @@ class ResourcesOwner(OwnerDefaults):
         return {}
 
     def _session_id(self, request: GateRequest) -> str | None:
-        tokens = self.settings.tokens
-        if tokens is not None and f"{self.settings.mcp_path}/" in f"{request.path}/":
-            return tokens.read(header(request.headers, self.names.session_header))
+        if self.settings.tokens is not None and self._is_mcp(request):
+            return self.settings.tokens.read(header(request.headers, self.names.session_header))
         return self.settings.session_of(request)
+
+    def _is_mcp(self, request: GateRequest) -> bool:
+        return self.settings.tokens is not None and f"{self.settings.mcp_path}/" in f"{request.path}/"
 
     def _whose(self, request: GateRequest, session_id: str | None) -> EpisodeId | None:
         session = self._sessions.get(session_id)
@@ -139,6 +148,8 @@ class ResourcesOwner(OwnerDefaults):
             self._check_retired(request, session_id, session)
         if (session is not None and session.deleting) or (self.admission.closed and self._waits(request, session)):
             return HELD
+        if self._looks_for_lost and session is None and session_id is not None and not (seed or closes):
+            self._check_lost(request, session_id)
         if session is not None and session.episode is not None:
             self._sessions.claim(session.episode)
         blocks = not self._restarts_only and not self._replays(request)
@@ -166,6 +177,17 @@ class ResourcesOwner(OwnerDefaults):
                 raise StaleAttempt(f"session {session.key} was retired", episodes=[session.episode])
         elif (refused := self._refused.get(session_id)) is not None and request.episode in (None, refused):
             raise StaleAttempt(f"session {session_id} was retired", episodes=[refused])
+
+    def _check_lost(self, request: GateRequest, session_id: str) -> None:
+        """A session that is not tracked: never seeded, or ended, or lost; only then it is refused."""
+        assert self.settings.brought is not None
+        if not (self._is_mcp(request) or self.settings.brought(request)):
+            self._seen.add(session_id)
+        elif session_id not in self._seen:
+            raise StateNotFound(
+                f"session {session_id} is not known here: this server was started after it, and not restored since",
+                episodes=[request.episode] if request.episode is not None else [],
+            )
 
     # ---- what requests report
 
@@ -222,6 +244,7 @@ class ResourcesOwner(OwnerDefaults):
         if deferred:
             session.ends_at_open = True
         elif not session.retired:
+            self._seen.add(session.key)
             self._drop(session)
 
     def _drop(self, session: ResourceSession) -> None:

@@ -38,6 +38,7 @@ class Running:
         self.popen = popen
         self.lines: list[str] = []
         self._new = threading.Condition()
+        self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -47,6 +48,9 @@ class Running:
             with self._new:
                 self.lines.append(line)
                 self._new.notify_all()
+        with self._new:
+            self._ended = True
+            self._new.notify_all()
 
     def wait_for_line(self, text: str) -> None:
         """Wait until a line of standard error has this text."""
@@ -55,7 +59,7 @@ class Running:
             return any(text in line for line in self.lines)
 
         with self._new:
-            assert self._new.wait_for(lambda: seen() or self.popen.poll() is not None, LIMIT), self.lines
+            assert self._new.wait_for(lambda: seen() or self._ended, LIMIT), self.lines
         assert seen(), f"ended before {text!r}: {''.join(self.lines)}"
 
     def interrupt(self) -> int:

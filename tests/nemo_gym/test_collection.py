@@ -7,6 +7,8 @@ The story is played once, by real processes; each test looks at a part of it. Fi
 2. Row 6 ends, row 7 takes its place and waits too; row 8 waits for a place.
 3. Every process is killed, and all start anew. Then a restore; all nine end.
 4. Two more rows; only the relay is killed, and nothing is restored: they start over, while what ran is retired.
+5. Two more, and a checkpoint; only the counter is killed, and is back before anybody has noticed: the agent lives on
+   and calls it. Then a restore.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class Story:
     started_over: dict[str, dict[str, Any]] = field(default_factory=dict)
     over_as: set[str] = field(default_factory=set)
     last: CheckpointResult | None = None
+    behind_counter: set[str] = field(default_factory=set)
+    continued_alone: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def wrong(self, results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """The results that are not those of rows that ran alone."""
@@ -142,6 +146,25 @@ class Play:
         story.over_as = {str(episode) for episode in await self.collection.restart()}
         story.started_over = results_of(await self.collecting)
 
+    async def counter_alone(self) -> None:
+        story = self.story
+        await self.model.hold({name(40): 2, name(41): 2})
+        self.collecting = asyncio.create_task(self.collect([row_of("counter", number) for number in (40, 41)]))
+        await self.held(40, 41)
+        await self.collection.checkpoint(ready_within=60)
+        await self.deployment.supervisor.kill("counter")
+        await self.deployment.start("counter")
+        await self.model.hold({})  # their next tool calls go to a counter that knows nothing of them
+        async with asyncio.timeout(60):
+            # Both are lost; a row that ends has an answer from nothing, which the test then shows.
+            while len(self.collection.dispatch.lost) < 2 and not self.collecting.done():
+                await asyncio.sleep(0.01)
+        story.behind_counter = {str(episode) for episode in self.collection.dispatch.lost}
+        if not self.collecting.done():
+            async with self.collection.restoring():
+                pass
+        story.continued_alone = results_of(await self.collecting)
+
     async def whole(self) -> None:
         await self.first_life()
         await self.restored()
@@ -149,6 +172,7 @@ class Play:
         self.story.right = [alone[name(number)] for number in range(30, 30 + TASKS)]
         await self.without_restore()
         self.story.last = await self.collection.checkpoint(ready_within=60)
+        await self.counter_alone()
 
 
 async def play(directory: Path) -> Story:
@@ -210,3 +234,10 @@ def test_without_a_restore_rows_start_over(story: Story) -> None:
     assert story.over_as == {"counter-20-a1", "counter-21-a1"}
     assert story.started_over.keys() == {"counter-20", "counter-21"}
     assert story.wrong(story.started_over) == {}
+
+
+def test_a_server_that_dies_alone_gives_no_wrong_reward(story: Story) -> None:
+    """It is back with no sessions, and an agent calls it in the name of one: the row is lost, and then continued."""
+    assert story.behind_counter == {"counter-40", "counter-41"}
+    assert story.continued_alone.keys() == {"counter-40", "counter-41"}
+    assert story.wrong(story.continued_alone) == {}

@@ -283,6 +283,11 @@ async def test_a_killed_session_counter_goes_on_from_its_checkpoint_under_the_sa
             assert (await _post(http, "/verify", VERIFY))["reward"] == 1.0
         await deployment.crash()
         await deployment.start("counter")
+        async with (
+            aiohttp.ClientSession(url, cookie_jar=jar) as http,
+            http.post("/increment_counter", json={"count": 2}) as early,
+        ):
+            assert (early.status, (await early.json())["error"]["code"]) == (404, "STATE_NOT_FOUND")
         async with deployment.coordinator() as coordinator, coordinator.restoring("latest") as restored:
             assert [str(each) for each in restored.continued] == ["task-7-a1"]
         async with aiohttp.ClientSession(url, cookie_jar=jar) as http:

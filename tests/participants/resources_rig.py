@@ -28,6 +28,7 @@ class ResourcesRig:
         *,
         require_identity: bool = True,
         ends_on_verify: bool = True,
+        brought: bool = False,
     ) -> None:
         self.counters: dict[str, int] = {}
         self.hooks: list[tuple[str, list[str]]] = []
@@ -39,7 +40,11 @@ class ResourcesRig:
         self.retire_gate: asyncio.Event | None = None
         self.clock = FakeClock()
         settings = ResourcesSettings(
-            mode=mode, verify=verify, require_identity=require_identity, ends_on_verify=ends_on_verify
+            mode=mode,
+            verify=verify,
+            require_identity=require_identity,
+            ends_on_verify=ends_on_verify,
+            brought=(lambda request: "x-given" not in request.headers) if brought else None,
         )
         hooks = self if mode is ResourcesMode.EXPORTED else None
         self.owner = ResourcesOwner(hooks, settings, clock=self.clock)
@@ -92,8 +97,13 @@ class ResourcesRig:
 
     # ---- calls
 
-    def call(self, path: str, session: str | None = "k", episode: EpisodeId | None = None) -> Call:
+    def call(
+        self, path: str, session: str | None = "k", episode: EpisodeId | None = None, *, given: bool = False
+    ) -> Call:
+        """given: the framework gives the session with this request, to a client that has brought none."""
         headers = {"cookie": f"session={session}"} if session else {}
+        if given:
+            headers["x-given"] = "1"
         return call(self.served, f"/rollout/{episode}{path}" if episode else path, {}, headers=headers)
 
     async def seed(self, session: str | None = "k", episode: EpisodeId | None = R) -> None:

@@ -18,6 +18,7 @@ from gym_ckpt_grpc.participants import (
     declared_mode,
     declared_verify,
 )
+from gym_ckpt_grpc.participants.resource_sessions import SeenSessions
 from gym_ckpt_grpc.protocol import UsageError
 from gym_ckpt_grpc.protocol.errors import InvalidPhase
 from gym_ckpt_grpc.protocol.ids import EpisodeId, RestoreScope
@@ -95,6 +96,54 @@ async def test_a_session_that_is_verified_several_times_ends_at_its_close_only()
     assert [each.episode for each in await exported(rig.owner)] == [R]
     await rig.call("/close_session").end()
     assert rig.sessions() == 0
+
+
+@pytest.mark.parametrize("path", ["/add", "/verify"])
+async def test_a_server_that_was_started_anew_does_not_answer_for_a_session_of_before(path: str) -> None:
+    """It would answer from an empty state, and the reward would be another."""
+    rig = ResourcesRig(brought=True)
+    answer = await rig.call(path).end()
+    assert (answer.status, answer.json()["error"]["code"]) == (404, "STATE_NOT_FOUND")
+    assert "session k is not known here" in answer.json()["error"]["detail"]
+    assert (rig.app.seen, rig.counters) == ([], {})
+    assert (await rig.call("/close_session").end()).status == 200
+    await rig.seed()
+    assert (await rig.call(path).end()).status == 200
+
+
+async def test_such_a_call_that_a_restore_held_goes_on_in_its_restored_session() -> None:
+    rig = ResourcesRig(brought=True)
+    await rig.seed()
+    assert await rig.add() == 1
+    other = ResourcesRig(brought=True)
+    await restore(other.owner, await rig.checkpoint())
+    known, unknown = other.call("/add"), other.call("/add", "nobody")
+    await spin()
+    await reopen(other.owner)
+    assert (await known.end()).json() == 2
+    assert (await unknown.end()).status == 404
+
+
+async def test_a_session_that_has_ended_or_was_never_seeded_is_none_of_before() -> None:
+    rig = ResourcesRig(brought=True)
+    await rig.seed()
+    for _ in range(2):  # the second is a client's that has not seen the first one's reply
+        assert (await rig.call("/verify").end()).status == 200
+    assert (await rig.call("/add", "new", given=True).end()).json() == 1
+    assert (await rig.call("/add", "new").end()).json() == 2
+
+
+@pytest.mark.parametrize("mode", [ResourcesMode.STATELESS, ResourcesMode.RESTART_ONLY])
+async def test_where_no_session_is_kept_none_can_be_lost(mode: ResourcesMode) -> None:
+    rig = ResourcesRig(mode, brought=True)
+    assert (await rig.call("/add").end()).status == 200
+
+
+def test_only_the_last_sessions_are_remembered() -> None:
+    seen = SeenSessions(limit=3)
+    for key in "abcad":
+        seen.add(key)
+    assert [key for key in "abcd" if key in seen] == ["a", "c", "d"]
 
 
 @pytest.mark.behaviour("P207")

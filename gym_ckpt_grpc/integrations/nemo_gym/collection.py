@@ -34,7 +34,7 @@ from gym_ckpt_grpc.integrations.nemo_gym.dispatch import MAX_RESTARTS, Dispatch,
 from gym_ckpt_grpc.integrations.nemo_gym.dispatch_gate import PATIENCE, DispatchGate
 from gym_ckpt_grpc.integrations.nemo_gym.names import episode_of_body
 from gym_ckpt_grpc.participants import raise_refusal
-from gym_ckpt_grpc.protocol.errors import InvalidArgument, WorkerUnavailable
+from gym_ckpt_grpc.protocol.errors import InvalidArgument, StateNotFound, WorkerUnavailable
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import LATEST
 
@@ -262,7 +262,10 @@ def _check(response: aiohttp.ClientResponse, content: bytes, server_name: str) -
         decoded = orjson.loads(content)
     except orjson.JSONDecodeError:
         decoded = None
-    raise_refusal(response.status, decoded, dict(response.headers))
+    try:
+        raise_refusal(response.status, decoded, dict(response.headers))
+    except StateNotFound as error:
+        raise Lost(f"behind {server_name}: {error.message}") from error  # a server that was started anew, alone
     if response.status == 500 and STOPPED in content:
         raise Lost(f"{server_name} was stopped: {content[:200].decode(errors='replace')}")
     if response.status in UNAVAILABLE:

@@ -34,6 +34,7 @@ from gym_ckpt_grpc.participants import (
     declared_mode,
     declared_verify,
 )
+from gym_ckpt_grpc.participants.names import header
 from gym_ckpt_grpc.participants.verify_mode import REQUIRED_HOOKS
 from gym_ckpt_grpc.protocol.errors import UsageError
 
@@ -85,6 +86,7 @@ class ResourcesParticipant:
         self._server = server
         self._options = options
         self._inner = secrets.token_hex(16)
+        self._cookie: str = server.get_session_middleware_key()  # the framework names the cookie as it names the key
         self._embedding: Embedding | None = None
         server.server_client = marked_client(server.server_client, options.instance, self._inner)
 
@@ -116,10 +118,16 @@ class ResourcesParticipant:
             seed_path=SEED_PATHS if _is_gymnasium(type(server)) else SEED_PATHS[:1],
             close_path=CLOSE_PATH,
             ends_on_verify=self._role.ends_on_verify,
+            brought=self._brought,
         )
         self.owner = ResourcesOwner(self._role.hooks, settings, names=NAMES)
         self._embedding = Embedding(self.owner, self._options, server=server)
         return self._embedding
+
+    def _brought(self, request: GateRequest) -> bool:
+        """Whether the session is one of an earlier reply; the framework gives a new one to whoever brings none."""
+        cookies = header(request.headers, "cookie") or ""
+        return any(pair.partition("=")[0].strip() == self._cookie for pair in cookies.split(";"))
 
     def _seeded(self, request: GateRequest, reply: Reply) -> str | None:
         """A seed was answered: the handler may have changed the session's id."""
