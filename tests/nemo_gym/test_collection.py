@@ -126,7 +126,7 @@ class Play:
         await self.deployment.crash()
         await self.collection.loss()
         await self.deployment.start()
-        story.lost = {str(episode) for episode in self.collection.dispatch.lost}
+        story.lost = self.lost()
         story.before_restore = await self.model.so_far()
         async with self.collection.restoring() as restored:
             story.installed = {str(episode) for episode in restored.continued}
@@ -157,13 +157,16 @@ class Play:
         await self.model.hold({})  # their next tool calls go to a counter that knows nothing of them
         async with asyncio.timeout(60):
             # Both are lost; a row that ends has an answer from nothing, which the test then shows.
-            while len(self.collection.dispatch.lost) < 2 and not self.collecting.done():
+            while len(self.lost()) < 2 and not self.collecting.done():  # noqa: ASYNC110 - it is told by other processes
                 await asyncio.sleep(0.01)
-        story.behind_counter = {str(episode) for episode in self.collection.dispatch.lost}
+        story.behind_counter = self.lost()
         if not self.collecting.done():
             async with self.collection.restoring():
                 pass
         story.continued_alone = results_of(await self.collecting)
+
+    def lost(self) -> set[str]:
+        return {str(episode) for episode in self.collection.dispatch.lost}
 
     async def whole(self) -> None:
         await self.first_life()
