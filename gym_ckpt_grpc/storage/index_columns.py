@@ -9,12 +9,10 @@ from typing import cast
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage.chunk_writer import StoredChunk
 from gym_ckpt_grpc.storage.payloads import Codec, Payload
-from gym_ckpt_grpc.storage.record_format import DIGEST_SIZE, FORMAT_VERSION
+from gym_ckpt_grpc.storage.record_format import FORMAT_VERSION
 from gym_ckpt_grpc.storage.record_index import BaseFile, ChunkPlace
 from gym_ckpt_grpc.storage.records import HEAD, Record
 from gymckpt.v1 import storage_pb2
-
-_UNKNOWN = bytes(DIGEST_SIZE)
 
 
 class IndexColumns:
@@ -39,7 +37,6 @@ class IndexColumns:
         self._codecs: list[Codec] = []
         self._content_type_of: list[int] = []
         self._digests = bytearray()
-        self._as_chunk: list[tuple[int, int]] = []  # payload and chunk that have one digest, not known yet
 
     def __len__(self) -> int:
         """How many records there are."""
@@ -77,14 +74,11 @@ class IndexColumns:
     def add_payloads(
         self,
         payloads: Sequence[Payload],
-        digests: Sequence[bytes | None],
+        digests: Sequence[bytes],
         chunks: Sequence[int],
         offsets: Sequence[int],
     ) -> None:
-        """Append the payloads of the records that were added last. offsets: in the raw bytes of their chunks.
-
-        digests: None for a payload that is all of its chunk, whose digest it has then.
-        """
+        """Append the payloads of the records that were added last. offsets: in the raw bytes of their chunks."""
         kinds = self._content_types
         self._chunks += chunks
         self._offsets += offsets
@@ -94,10 +88,7 @@ class IndexColumns:
         for kind in dict.fromkeys(content_types):
             kinds.setdefault(kind, len(kinds))
         self._content_type_of += map(kinds.__getitem__, content_types)
-        self._digests += b"".join([digest or _UNKNOWN for digest in digests])
-        if None in digests:
-            first = len(self._chunks) - len(digests)
-            self._as_chunk += [(first + at, chunks[at]) for at, digest in enumerate(digests) if digest is None]
+        self._digests += b"".join(digests)
 
     def to_bytes(
         self, stored: Sequence[StoredChunk], base_files: Sequence[BaseFile] = (), base_chunks: Sequence[ChunkPlace] = ()
@@ -110,8 +101,6 @@ class IndexColumns:
         index.content_types.extend(self._content_types)
         index.chunks.extend(_chunk_entry(chunk) for chunk in stored)
         self._fill_records(index.records)
-        for payload, chunk in self._as_chunk:
-            self._digests[payload * DIGEST_SIZE : (payload + 1) * DIGEST_SIZE] = stored[chunk].digest
         self._fill_payloads(index.payloads, len(stored))
         _fill_base(index, base_files, base_chunks)
         return index.SerializeToString(deterministic=True)

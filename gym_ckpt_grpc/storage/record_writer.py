@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import accumulate
 
 from gym_ckpt_grpc.protocol.errors import InvalidArgument
@@ -13,7 +13,7 @@ from gym_ckpt_grpc.storage.base_records import BaseRecords
 from gym_ckpt_grpc.storage.chunk_writer import Chunk, ChunkWriter
 from gym_ckpt_grpc.storage.files import FileSink
 from gym_ckpt_grpc.storage.index_columns import IndexColumns
-from gym_ckpt_grpc.storage.payloads import MAX_PAYLOAD, Codec, Payload
+from gym_ckpt_grpc.storage.payloads import MAX_PAYLOAD, Codec
 from gym_ckpt_grpc.storage.record_format import CHUNK_SIZE, MAX_INDEX, Footer, header, pack_footer
 from gym_ckpt_grpc.storage.record_index import BaseFile
 from gym_ckpt_grpc.storage.records import Record, RecordChecks
@@ -73,7 +73,6 @@ class RecordFileWriter:
         self._chunk_count = 0
         self._buffer: bytearray | None = None
         self._open_size = 0
-        self._late = base is None and not compress
         self._checks = RecordChecks()
         self._waiting: list[Record] = []
         self._together = min(_TOGETHER_BYTES, chunk_size)
@@ -89,7 +88,8 @@ class RecordFileWriter:
             for record in records:
                 waiting.append(record)
                 for payload in record.payloads.values():
-                    size += len(payload.data)
+                    if payload.known_digest is None:  # else it was encoded ahead, and next to nothing is left to do
+                        size += len(payload.data)
                 if size >= self._together or len(waiting) >= _TOGETHER:
                     self._place_waiting()
                     waiting, size = self._waiting, 0
@@ -108,21 +108,12 @@ class RecordFileWriter:
         if max(map(len, data), default=0) > MAX_PAYLOAD:
             _refuse_payloads(records)
         self._columns.add_records(records, self._checks.check(records))
-        digests = self._digests(payloads)
+        # Here, and not on the helper thread: while this digests, that one gets the interpreter lock for its writes.
+        digests = [payload.known_digest or hashlib.sha256(payload.data).digest() for payload in payloads]
         chunks, offsets = self._place(data, digests)
         self._columns.add_payloads(payloads, digests, chunks, offsets)
 
-    def _digests(self, payloads: list[Payload]) -> list[bytes | None]:
-        """Of each; None if nobody needs it yet and it will be that of a chunk, which the helper thread makes."""
-        if self._late:
-            alone = self._alone
-            return [
-                each.known_digest or (None if len(each.data) >= alone else sha256(each.data).digest())
-                for each in payloads
-            ]
-        return [payload.digest() for payload in payloads]
-
-    def _place(self, data: list[bytes], digests: list[bytes | None]) -> tuple[list[int], list[int]]:
+    def _place(self, data: list[bytes], digests: list[bytes]) -> tuple[list[int], list[int]]:
         """The chunk and the offset in it of each payload."""
         start, sizes = self._open_size, list(map(len, data))
         if self._base is None and start + sum(sizes) <= self._chunk_size and max(sizes, default=0) < self._alone:
@@ -135,9 +126,9 @@ class RecordFileWriter:
         places = [self._place_one(*one) for one in zip(data, digests, strict=True)]
         return [chunk for chunk, _ in places], [offset for _, offset in places]
 
-    def _place_one(self, data: bytes, digest: bytes | None) -> tuple[int, int]:
+    def _place_one(self, data: bytes, digest: bytes) -> tuple[int, int]:
         size = len(data)
-        place = self._base.take(digest, size) if self._base is not None and digest is not None else None
+        place = self._base.take(digest, size) if self._base is not None else None
         if place is not None:
             self._count(size)
             return place
@@ -196,7 +187,7 @@ class RecordFileWriter:
         index = self._columns.to_bytes(self._chunks.stored, base_files, base_chunks)
         if len(index) > MAX_INDEX:
             raise InvalidArgument(f"{len(self._columns)} records need an index of {len(index)} bytes, over {MAX_INDEX}")
-        digest = sha256(index)
+        digest = hashlib.sha256(index)
         footer = pack_footer(Footer(self._chunks.offset, len(index), digest.digest()))
         self._sink.write(index)
         self._sink.write(footer)
