@@ -49,8 +49,9 @@ def read_part(
     """Read the records of the episodes in `scope` (None: all), and only what holds them. Blocks.
 
     place: (kind, service, instance). expected_digest: of the manifest. decoded: decode every payload here, in the
-    calling thread, so that the first `Record.decode` of each costs nothing; else that is when it is decoded. Opens only
-    what the manifest names, in this checkpoint and in earlier ones; each payload is verified before it is handed out.
+    calling thread; its bytes are not kept, and `Record.decode` hands each value out once. Else that is when it is
+    decoded, as often as it is asked for. Opens only what the manifest names, in this checkpoint and in earlier ones;
+    each payload is verified before it is handed out.
     Raises StateNotFound if there is no part, StateCorrupt naming file, participant and episodes for everything that is
     not as written.
     """

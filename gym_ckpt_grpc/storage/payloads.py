@@ -172,7 +172,7 @@ def encode(value: Any, *, where: str = "") -> Payload:
 def decode(payload: Payload, *, where: str = "") -> Any:
     """Decode what `encode` made; RAW bytes come back as they are.
 
-    where: file and record, for the error. Raises StateCorrupt.
+    where: file and record, for the error. Raises StateCorrupt; ValueError for a DecodedPayload that was taken.
     """
     if type(payload) is DecodedPayload:
         return payload.take()

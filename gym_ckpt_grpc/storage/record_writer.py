@@ -88,8 +88,7 @@ class RecordFileWriter:
             for record in records:
                 waiting.append(record)
                 for payload in record.payloads.values():
-                    if payload.known_digest is None:  # else it was encoded ahead, and next to nothing is left to do
-                        size += len(payload.data)
+                    size += len(payload.data)
                 if size >= self._together or len(waiting) >= _TOGETHER:
                     self._place_waiting()
                     waiting, size = self._waiting, 0
@@ -103,13 +102,12 @@ class RecordFileWriter:
         records, self._waiting = self._waiting, []
         payloads = [payload for record in records for payload in record.payloads.values()]
         data = [payload.data for payload in payloads]
-        if not (_ALL_BYTES(map(type, data)) and _ALL_CODECS({type(payload.codec) for payload in payloads})):
-            _refuse_payloads(records)
-        if max(map(len, data), default=0) > MAX_PAYLOAD:
+        usable = _ALL_BYTES(map(type, data)) and _ALL_CODECS({type(payload.codec) for payload in payloads})
+        if not usable or max(map(len, data), default=0) > MAX_PAYLOAD:
             _refuse_payloads(records)
         self._columns.add_records(records, self._checks.check(records))
         # Here, and not on the helper thread: while this digests, that one gets the interpreter lock for its writes.
-        digests = [payload.known_digest or hashlib.sha256(payload.data).digest() for payload in payloads]
+        digests = [payload.digest() for payload in payloads]
         chunks, offsets = self._place(data, digests)
         self._columns.add_payloads(payloads, digests, chunks, offsets)
 

@@ -21,8 +21,9 @@ from gym_ckpt_grpc.integrations.nemo_gym.environment import EnvironmentParticipa
 from gym_ckpt_grpc.integrations.nemo_gym.participant import found
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.storage import Record
 from tests.nemo_gym.servers import build, client_of
-from tests.participants.fakes import FakePort, spin
+from tests.participants.fakes import FakePort, close, exported, reopen, spin
 
 R0 = EpisodeId("7-0")
 R1 = R0.next()
@@ -188,3 +189,20 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - what it waits for is in this loop, behind real sockets
             await asyncio.sleep(0)
+
+
+async def cut_behind_a_tool_call(network: Network) -> list[Record]:
+    """The records of an episode that was checkpointed while its tool call was under way, and then went on."""
+    protocol = Steps()
+    network.replies["/tool"] = protocol.wait
+    environment = Environment(protocol)
+    async with environment.client() as client:
+        running = client.start(R0)
+        await protocol.inside.wait()
+        await close(environment.owner)
+        protocol.go.set()
+        await until(environment.owner.is_ready)
+        records = await exported(environment.owner)
+        await reopen(environment.owner)
+        await running
+    return records

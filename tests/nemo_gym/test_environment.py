@@ -23,6 +23,7 @@ from tests.nemo_gym.environment_rig import (
     Network,
     Scripted,
     Steps,
+    cut_behind_a_tool_call,
     row,
     until,
 )
@@ -126,18 +127,7 @@ async def test_ids_that_the_server_makes_itself_stay_those_of_the_first_life(net
 
 
 async def test_a_replay_that_asks_for_something_else_is_refused_for_good(network: Network) -> None:
-    protocol = Steps()
-    network.replies["/tool"] = protocol.wait
-    environment = Environment(protocol)
-    async with environment.client() as client:
-        running = client.start(R0)
-        await protocol.inside.wait()
-        await close(environment.owner)
-        protocol.go.set()
-        await until(environment.owner.is_ready)
-        records = await exported(environment.owner)
-        await reopen(environment.owner)
-        await running
+    records = await cut_behind_a_tool_call(network)
 
     async def other(server: Scripted, cleanup: CleanupContext) -> Any:
         try:
@@ -178,18 +168,7 @@ def test_what_is_remembered_of_a_diverged_attempt_holds_on_to_nothing_of_its_epi
 
 
 async def test_a_replacement_with_another_task_is_refused_and_the_record_stays(network: Network) -> None:
-    protocol = Steps()
-    network.replies["/tool"] = protocol.wait
-    environment = Environment(protocol)
-    async with environment.client() as client:
-        running = client.start(R0)
-        await protocol.inside.wait()
-        await close(environment.owner)
-        protocol.go.set()
-        await until(environment.owner.is_ready)
-        records = await exported(environment.owner)
-        await reopen(environment.owner)
-        await running
+    records = await cut_behind_a_tool_call(network)
     environment = Environment(Steps())
     await restore(environment.owner, records)
     await reopen(environment.owner)

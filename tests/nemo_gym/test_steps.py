@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from gym_ckpt_grpc.integrations.nemo_gym import NAMES
+from gym_ckpt_grpc.integrations.nemo_gym import NAMES, loop_steps
 from gym_ckpt_grpc.integrations.nemo_gym.loop_steps import LoopSteps, PolicyCalls
 from gym_ckpt_grpc.integrations.nemo_gym.recorded import RecordedReply
 from gym_ckpt_grpc.integrations.nemo_gym.steps import CURRENT, Call, RunSteps
@@ -44,6 +44,8 @@ class Outside:
 
         async def send(method: str, path: str, options: Mapping[str, Any]) -> Any:
             if method == "GET":
+                if path in self.holds:
+                    await self.holds[path].wait()
                 return self._reply(server, path, "probed")
             self.sent.append((server, path, dict(options.get("headers") or {}), options.get("json")))
             plain = NAMES.split(path)[1]
@@ -325,6 +327,23 @@ async def test_the_first_calls_of_a_process_hold_up_no_checkpoint() -> None:
     for each in rigs:
         await reopen(each.owner)
     await asyncio.gather(*running)
+
+
+async def test_a_policy_that_does_not_answer_its_health_route_is_called_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The framework's client tries for ever; the calls wait for it once, and not for ever."""
+    monkeypatch.setattr(loop_steps, "PROBED_WITHIN", 0.0)
+    outside = Outside()
+    outside.holds["/health"] = asyncio.Event()
+
+    async def handler() -> str:
+        return await (await outside.call("policy", "/v1/responses", {"data": "x"})).text()
+
+    assert await (await Loops(handler).start()) == "1"
+    assert [each.getMessage() for each in caplog.records if "health route" in each.getMessage()] == [
+        "policy model the-policy has not answered its health route in 0 s"
+    ]
 
 
 async def test_parallel_policy_calls_stand_at_one_boundary_and_are_replayed() -> None:

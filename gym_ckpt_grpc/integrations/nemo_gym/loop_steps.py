@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -16,6 +17,12 @@ from gym_ckpt_grpc.integrations.nemo_gym.steps import Call, ReplayingSteps
 from gym_ckpt_grpc.participants import PolicyClient, PolicyReply, PolicyRequest, SessionContext
 
 T = TypeVar("T")
+
+
+log = logging.getLogger(__name__)
+
+PROBED_WITHIN = 30.0
+"""Seconds that the first policy calls of a process wait to learn whether their service has a gate."""
 
 
 class LoopSteps(ReplayingSteps):
@@ -64,7 +71,8 @@ class PolicyCalls:
 
     def __init__(self, service: str) -> None:
         self._client = PolicyClient(_transport, service=service, names=NAMES)
-        self._probe: asyncio.Task[bool] | None = None
+        self._service = service
+        self._probe: asyncio.Task[None] | None = None
 
     async def call(self, session: SessionContext, call: Call) -> ReplyRecord:
         """Make a call for a session that counts as waiting meanwhile, and give its record."""
@@ -80,8 +88,16 @@ class PolicyCalls:
     async def _probed(self) -> None:
         """Look once whether the service has a gate: else the first calls of this process would hold up a checkpoint."""
         if self._probe is None:
-            self._probe = asyncio.create_task(self._client.probe())
+            self._probe = asyncio.create_task(self._look())
         await asyncio.wait({self._probe})
+
+    async def _look(self) -> None:
+        try:
+            # The framework's client tries for ever. A call that goes out unprobed may hold up a checkpoint, no more.
+            async with asyncio.timeout(PROBED_WITHIN):
+                await self._client.probe()
+        except TimeoutError:
+            log.warning("policy model %s has not answered its health route in %g s", self._service, PROBED_WITHIN)
 
 
 _SENDING: ContextVar[Call] = ContextVar("nemo_gym_policy_call")
