@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from opentelemetry import metrics
-
 from gym_ckpt_grpc.protocol.errors import ErrorCode
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry import catalogue
+from gym_ckpt_grpc.telemetry.emitting import Telemetry, default_telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +37,15 @@ class CallObserver(Protocol):
 class MetricsObserver:
     """Records calls with OpenTelemetry metrics, by the stable RPC conventions. Free where no SDK is installed."""
 
-    def __init__(self) -> None:
-        meter = metrics.get_meter("gym_ckpt_grpc")
-        self._durations = {
-            side: meter.create_histogram(f"rpc.{side}.call.duration", unit="s") for side in ("server", "client")
-        }
-        self._errors = meter.create_counter("gym.checkpoint.control_errors_total", unit="1")
+    def __init__(self, telemetry: Telemetry | None = None) -> None:
+        self._telemetry = telemetry or default_telemetry()
 
     def call_ended(self, record: CallRecord) -> None:
-        attributes = {
-            "rpc.system.name": "grpc",
-            "rpc.method": record.method.lstrip("/"),
-            "rpc.response.status_code": record.status,
-        }
+        attributes = {at.RPC_SYSTEM: "grpc", at.RPC_METHOD: record.method.lstrip("/"), at.RPC_STATUS: record.status}
         if record.status != "OK":
-            attributes["error.type"] = record.status
-        self._durations[record.side].record(record.seconds, attributes)
+            attributes[at.ERROR_TYPE] = record.status
+        self._telemetry.add(catalogue.RPC_DURATION[record.side], record.seconds, attributes)
 
     def control_error(self, method: str, code: ErrorCode) -> None:
-        self._errors.add(1, {"rpc.method": method.lstrip("/"), "error_code": code.name})
+        labels = {at.RPC_METHOD: method.lstrip("/"), at.ERROR_CODE: code.name}
+        self._telemetry.add(catalogue.CONTROL_ERRORS, 1, labels)
