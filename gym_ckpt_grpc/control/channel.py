@@ -9,7 +9,7 @@ import grpc
 
 from gym_ckpt_grpc.auth import TokenSource, token_interceptors
 from gym_ckpt_grpc.protocol.errors import UsageError
-from gym_ckpt_grpc.telemetry import CallObserver, call_interceptors
+from gym_ckpt_grpc.telemetry import CallObserver, MetricsObserver, Telemetry, call_interceptors
 
 MAX_REQUEST = 64 * 1024 * 1024
 """Bytes of the largest request a server accepts: a million episode ids."""
@@ -54,10 +54,12 @@ def open_channel(
     allow_insecure: bool = False,
     dedicated: bool = False,
     observer: CallObserver | None = None,
+    telemetry: Telemetry | None = None,
 ) -> grpc.aio.Channel:
     """A channel to one participant; call it inside the running loop.
 
     token: sent with every call. allow_insecure: needed for plain text to an address that is not local.
+    observer: told of every call; metrics of `telemetry`, the process's own by default, if None.
     dedicated: a connection of its own, not shared with other channels to the same target.
     Raises UsageError for an insecure non-local address.
     """
@@ -65,7 +67,7 @@ def open_channel(
         raise UsageError(f"{address} is not local: plain text needs allow_insecure")
     options = CHANNEL_OPTIONS + ((("grpc.use_local_subchannel_pool", 1),) if dedicated else ())
     interceptors = [
-        *(call_interceptors(observer) if observer else ()),
+        *call_interceptors(observer or MetricsObserver(telemetry)),
         *(token_interceptors(token) if token else ()),
     ]
     return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)

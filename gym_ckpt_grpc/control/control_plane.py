@@ -40,6 +40,7 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.machine import Call, CommitArguments, Decision, LastCheck
 from gym_ckpt_grpc.protocol.phases import Operation, Phase, Verdict
 from gym_ckpt_grpc.storage import CheckpointLocation, FileLayer, LocalFiles, resolve_checkpoint
+from gym_ckpt_grpc.telemetry import Telemetry
 
 BATCH = 1000
 """Episodes per message of ListEpisodes."""
@@ -49,8 +50,8 @@ class ControlPlane:
     """Prepare, Capture, Commit, Resume, Restore, Retire, Forget, RenewLease, status and lists of one participant.
 
     roots: `file://` URIs under which checkpoints may be read and written; none means that Commit and Restore are
-    refused. Construct and use it inside the running loop. Every mutating method takes the Call that the machine
-    judges and a Budget, raises typed ControlErrors, and gives (reply, replayed).
+    refused. telemetry: the process's own by default. Construct and use it inside the running loop. Every mutating
+    method takes the Call that the machine judges and a Budget, raises typed ControlErrors, and gives (reply, replayed).
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ControlPlane:
         files: FileLayer | None = None,
         clock: Clock = time.monotonic,
         settings: ControlSettings | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._core = Core(
             owner,
@@ -70,6 +72,7 @@ class ControlPlane:
             files=files or LocalFiles(),
             clock=clock,
             settings=settings or ControlSettings(),
+            telemetry=telemetry,
         )
         self._preparing = Preparing(self._core)
         self._committing = Committing(self._core, self._preparing)
@@ -83,6 +86,11 @@ class ControlPlane:
     @property
     def identity(self) -> ParticipantIdentity:
         return self._core.identity
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Where its spans and metrics go."""
+        return self._core.recorder.telemetry
 
     @property
     def settings(self) -> ControlSettings:

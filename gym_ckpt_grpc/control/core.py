@@ -21,6 +21,7 @@ from gym_ckpt_grpc.protocol.machine import Machine
 from gym_ckpt_grpc.protocol.phases import Phase
 from gym_ckpt_grpc.protocol.report import MAX_BLOCKERS, MAX_LISTED, PrepareReport
 from gym_ckpt_grpc.storage import FileLayer
+from gym_ckpt_grpc.telemetry import Recorder, Telemetry
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,9 +40,11 @@ class Core:
         files: FileLayer,
         clock: Clock,
         settings: ControlSettings,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.owner = owner
         self._identity = identity
+        self._recorder = Recorder.of(identity, telemetry)
         self.roots = tuple(roots)
         self.files = files
         self.clock = clock
@@ -65,6 +68,10 @@ class Core:
     @property
     def identity(self) -> ParticipantIdentity:
         return self._identity
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._recorder
 
     @property
     def marks(self) -> MarkView:

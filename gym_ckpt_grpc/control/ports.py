@@ -17,6 +17,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Payload, Record
+from gym_ckpt_grpc.telemetry import Recorder
 
 
 class InvalidState(ValueError):
@@ -165,6 +166,10 @@ class OwnerPort(Protocol):
     @property
     def identity(self) -> ParticipantIdentity:
         """Who this participant is."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """Where this participant's spans and metrics go."""
 
     @property
     def marks(self) -> MarkView:

@@ -39,6 +39,7 @@ class ParticipantServer(HostedService):
             authenticator=authenticator,
             allow_insecure=allow_insecure,
             observer=observer,
+            telemetry=plane.telemetry,
         )
         super().__init__(host)
         self.max_calls = plane.settings.max_concurrent_calls or None

@@ -22,7 +22,7 @@ from gym_ckpt_grpc.control.channel import MAX_REQUEST, is_local
 from gym_ckpt_grpc.control.interceptors import ErrorsInterceptor
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, UsageError, Violation
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
-from gym_ckpt_grpc.telemetry import CallObserver, CallServerInterceptor, MetricsObserver
+from gym_ckpt_grpc.telemetry import CallObserver, CallServerInterceptor, MetricsObserver, Telemetry
 
 MAX_SOCKET_PATH = 100
 """Bytes of a Unix socket path that every system takes."""
@@ -56,6 +56,7 @@ class ServiceHost:
         authenticator: Authenticator | None = None,
         allow_insecure: bool = False,
         observer: CallObserver | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         if not is_local(address) and (authenticator is None or not allow_insecure):
             needed = "an authenticator" if authenticator is None else "allow_insecure, since it has no TLS"
@@ -65,7 +66,8 @@ class ServiceHost:
         self._asked = address
         self._identity = identity
         self._authenticator = authenticator
-        self._observer = observer or MetricsObserver()
+        self._telemetry = telemetry
+        self._observer = observer or MetricsObserver(telemetry)
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
 

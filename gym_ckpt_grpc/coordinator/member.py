@@ -13,7 +13,7 @@ from gym_ckpt_grpc.control import open_channel
 from gym_ckpt_grpc.coordinator.encoded import EncodedChannel
 from gym_ckpt_grpc.coordinator.fleet import Endpoint, Server
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
-from gym_ckpt_grpc.telemetry import CallObserver
+from gym_ckpt_grpc.telemetry import CallObserver, Telemetry
 from gymckpt.v1 import participant_pb2_grpc
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Credentials:
     token: TokenSource | None = None
     allow_insecure: bool = False
     observer: CallObserver | None = None
+    telemetry: Telemetry | None = None
 
     def channel(self, address: str, *, dedicated: bool = False) -> grpc.aio.Channel:
         """A channel of the running loop."""
@@ -63,6 +64,7 @@ class Credentials:
             allow_insecure=self.allow_insecure,
             dedicated=dedicated,
             observer=self.observer,
+            telemetry=self.telemetry,
         )
 
 

@@ -15,6 +15,7 @@ from gym_ckpt_grpc.protocol.fences import Marks
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.telemetry import Recorder, Telemetry
 
 R = EpisodeId("r")
 R1 = EpisodeId("r", 1)
@@ -36,6 +37,11 @@ class FakePort:
     kind: ParticipantKind = ParticipantKind.ENVIRONMENT
     marks: FakeMarks = field(default_factory=FakeMarks)
     changes: int = 0
+    telemetry: Telemetry | None = None
+
+    @property
+    def recorder(self) -> Recorder:
+        return Recorder.of(self.identity, self.telemetry)
 
     @property
     def identity(self) -> ParticipantIdentity:

@@ -16,10 +16,11 @@ from gym_ckpt_grpc.auth import Authenticator, Role, TokenValue
 from gym_ckpt_grpc.control import HookFailed, open_channel
 from gym_ckpt_grpc.protocol.errors import ControlError, ErrorCode
 from gym_ckpt_grpc.protocol.ids import EpisodeId
-from gym_ckpt_grpc.telemetry import CallRecord, CallServerInterceptor, MetricsObserver
+from gym_ckpt_grpc.telemetry import CallRecord, CallServerInterceptor, MetricsObserver, catalogue
 from gymckpt.v1 import participant_pb2 as pb
 from gymckpt.v1 import participant_pb2_grpc
 from tests.control.scripted import Participant, ScriptedOwner, context, eventually, running, typed
+from tests.telemetry.kept import Kept
 
 PREFIX = "/gymckpt.v1.ParticipantService/"
 
@@ -189,46 +190,20 @@ async def test_refused_credentials_are_control_errors_only(tmp_path: Path) -> No
     assert server.errors == [(PREFIX + "Prepare", ErrorCode.UNAUTHENTICATED)]
 
 
-def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics() -> None:
     """Names and attributes of the stable RPC conventions."""
-    made: list[tuple[str, Any, Any]] = []
-
-    class Instrument:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def record(self, value: Any, attributes: Any) -> None:
-            made.append((self.name, value, attributes))
-
-        add = record
-
-    class Meter:
-        def create_histogram(self, name: str, unit: str) -> Instrument:
-            assert unit == "s"
-            return Instrument(name)
-
-        def create_counter(self, name: str, unit: str) -> Instrument:
-            return Instrument(name)
-
-    monkeypatch.setattr("gym_ckpt_grpc.telemetry.calls.metrics.get_meter", lambda name: Meter())
-    observer = MetricsObserver()
+    kept = Kept()
+    observer = MetricsObserver(kept.telemetry)
     observer.call_ended(CallRecord("server", PREFIX + "Prepare", "OK", 0.5))
     observer.call_ended(CallRecord("client", PREFIX + "Prepare", "ABORTED", 0.5))
     observer.control_error(PREFIX + "Prepare", ErrorCode.INVALID_PHASE)
-    common = {"rpc.system.name": "grpc", "rpc.method": "gymckpt.v1.ParticipantService/Prepare"}
-    assert made == [
-        ("rpc.server.call.duration", 0.5, {**common, "rpc.response.status_code": "OK"}),
-        (
-            "rpc.client.call.duration",
-            0.5,
-            {**common, "rpc.response.status_code": "ABORTED", "error.type": "ABORTED"},
-        ),
-        (
-            "gym.checkpoint.control_errors_total",
-            1,
-            {"rpc.method": "gymckpt.v1.ParticipantService/Prepare", "error_code": "INVALID_PHASE"},
-        ),
+    method = {"rpc.method": "gymckpt.v1.ParticipantService/Prepare"}
+    common = {"rpc.system.name": "grpc", **method}
+    assert kept.points(catalogue.RPC_DURATION["server"]) == [({**common, "rpc.response.status_code": "OK"}, 1)]
+    assert kept.points(catalogue.RPC_DURATION["client"]) == [
+        ({**common, "rpc.response.status_code": "ABORTED", "error.type": "ABORTED"}, 1)
     ]
+    assert kept.points(catalogue.CONTROL_ERRORS) == [({**method, "error_code": "INVALID_PHASE"}, 1)]
 
 
 async def measured(behaviour: Any, context: Any) -> tuple[Any, Recording]:
