@@ -62,8 +62,12 @@ def _streaming(inner: Any, around: Around) -> Any:
             if inspect.isawaitable(answer):  # writes through context.write
                 await answer
             elif hasattr(answer, "__aiter__"):
-                async for message in answer:
-                    yield message
+                try:
+                    async for message in answer:
+                        yield message
+                finally:  # where it is closed early: here and now, not later by the loop, in a task of its own
+                    if hasattr(answer, "aclose"):
+                        await answer.aclose()
             else:
                 for message in answer:
                     yield message

@@ -49,6 +49,20 @@ class Instrument:
     attributes: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
+    @property
+    def prometheus(self) -> str:
+        """Its name in Prometheus, as the `/metrics` of `configure` has it; a histogram's series have suffixes."""
+        name, unit = self.name.replace(".", "_"), _PROMETHEUS_UNITS.get(prometheus_unit(self.name, self.unit), "")
+        return name if not unit or name.endswith(unit) else f"{name}{unit}"
+
+
+_PROMETHEUS_UNITS = {"s": "_seconds", "ms": "_milliseconds", "By": "_bytes"}
+
+
+def prometheus_unit(name: str, unit: str) -> str:
+    """The unit that a Prometheus exporter is to see, to make a suffix of it: none where a name of ours has it."""
+    return "" if name.startswith("gym.checkpoint.") else unit
+
 
 # ---- spans ---------------------------------------------------------------------------------------------------
 
@@ -120,6 +134,12 @@ COORDINATE_RESTORING = SpanType(
     "one restore, from the entering of its block to its end; linked to the trace of the checkpoint it restores",
     (at.ID, at.SOURCE, at.RESULT, at.OUTCOME),
 )
+COORDINATE_ENTERING = SpanType(
+    "gym.checkpoint.coordinate.entering",
+    "coordinator",
+    "the start of a coordinator: it looks at the fleet, claims its epoch, and ends what it finds open",
+    (at.PARTICIPANTS, at.OUTCOME),
+)
 COORDINATE_PREPARE = _coordinate("prepare", "Prepare of the fleet, in stages", at.STOPPED_AT)
 COORDINATE_CAPTURE = _coordinate("capture", "Capture of the fleet")
 COORDINATE_COMMIT = _coordinate("commit", "Commit of the fleet")
@@ -159,6 +179,7 @@ SPANS: tuple[SpanType, ...] = (
     GENERATION_CUT,
     COORDINATE_CHECKPOINT,
     COORDINATE_RESTORING,
+    COORDINATE_ENTERING,
     COORDINATE_PREPARE,
     *PREPARE_STAGES.values(),
     COORDINATE_CAPTURE,
@@ -204,9 +225,17 @@ CONTROL_ERRORS = _counter(
     "control_errors_total", "1", "failed control calls, where their status is made", at.RPC_METHOD, at.ERROR_CODE
 )
 ADMISSION_REFUSED = _counter(
-    "admission_refused_total", "1", "requests of the data plane that were refused", at.PARTICIPANT_KIND, at.ERROR_CODE
+    "admission_refused_total",
+    "1",
+    "requests of the data plane that were refused, where the refusal becomes an answer; they are no control errors",
+    at.PARTICIPANT_KIND,
+    at.ERROR_CODE,
 )
-ADMISSION_HELD = _histogram("admission_held_ms", "how long requests of the data plane were held", at.PARTICIPANT_KIND)
+ADMISSION_HELD = _histogram(
+    "admission_held_ms",
+    "how long a request of the data plane was held, whatever became of it; once per request and checkpoint",
+    at.PARTICIPANT_KIND,
+)
 EVENTS_TOTAL = _counter(
     "events_total",
     "1",
@@ -221,7 +250,16 @@ ATTEMPTS_TOTAL = _counter(
 )
 PAUSE = _histogram("pause_ms", "from admission closed to admission open", at.PARTICIPANT_KIND, at.CAUSE)
 WORK_TOTAL = _counter(
-    "work_total", "1", "what checkpoints saved and what was lost", at.WORK, at.FATE, at.PARTICIPANT_KIND
+    "work_total",
+    "1",
+    "what checkpoints saved and what was lost, each piece once, however many checkpoints have it. Tokens are those of "
+    "policy models: of captured calls, and of cuts (the only ones that are redone). Turns of an environment are the "
+    "steps between its boundaries, of which only those protected are known; turns of an agent are activations with an "
+    "index: do not add them up. What one process does not know, such as the turns of a run that starts over, is not "
+    "counted",
+    at.WORK,
+    at.FATE,
+    at.PARTICIPANT_KIND,
 )
 WATCHDOG_TOTAL = _counter(
     "slow_tasks_total",
@@ -230,7 +268,7 @@ WATCHDOG_TOTAL = _counter(
     at.TASK,
     at.PARTICIPANT_KIND,
 )
-SPANS_DROPPED = _counter("spans_dropped_total", "1", "spans that were thrown away since exporting them was too slow")
+SPANS_DROPPED = _counter("spans_dropped_total", "1", "spans that were lost: exporting was too slow, or failed")
 
 PHASE = _gauge("phase", "1", "1 for the phase it is in, 0 for the others", at.PHASE)
 CLOSED_SECONDS = _gauge("closed_seconds", "s", "since admission was closed; 0 while it is open")
@@ -241,7 +279,7 @@ BLOCKERS = _gauge("blockers", "1", "what blocks a safe cut now")
 OLDEST_BLOCKER_AGE = _gauge("oldest_blocker_age_seconds", "s", "of the oldest blocker; 0 if there is none")
 RESTORED_PENDING = _gauge("restored_pending", "1", "restored episodes that nothing has started yet")
 HELD_REQUESTS = _gauge("held_requests", "1", "requests of the data plane that wait at the gate")
-HELD_RESPONSES = _gauge("held_responses", "1", "finished responses that wait at the gate")
+HELD_RESPONSES = _gauge("held_responses", "1", "replies that wait for admission to open, and streams that stand still")
 OLDEST_TASK_AGE = _gauge("oldest_task_age_seconds", "s", "of the oldest background task of a kind; 0 if none", at.TASK)
 LOOP_LAG = _gauge("loop_lag_ms", "ms", "longest lag of the event loop in the last checkpoint")
 

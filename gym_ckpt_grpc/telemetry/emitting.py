@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +37,8 @@ class GaugeSource(Protocol):
 class Telemetry:
     """Where spans and metrics go. The process's own providers by default, also those that are set later.
 
-    switches: which groups of spans are made. Nothing here raises into the product.
+    switches: which groups of spans are made. Nothing here raises into the product. Ending and exporting a span never
+    holds a call up; what a sampler, or a processor's `on_start`, does is done on the caller's thread.
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class Telemetry:
         switches: Switches | None = None,
     ) -> None:
         self.switches = switches or Switches()
-        self._tracer = trace.get_tracer(SCOPE, _version(), tracer_provider)
-        meter = metrics.get_meter(SCOPE, _version(), meter_provider)
         self._made: dict[str, Any] = {}
-        self._sources: weakref.WeakSet[GaugeSource] = weakref.WeakSet()
-        for instrument in catalogue.INSTRUMENTS:
-            self._made[instrument.name] = self._make(meter, instrument)
+        self._sources: list[weakref.ref[GaugeSource]] = []
+        self._tracer: trace.Tracer = trace.NoOpTracer()
+        with contextlib.suppress(Exception):
+            self._tracer = trace.get_tracer(SCOPE, _version(), tracer_provider)
+        with contextlib.suppress(Exception):
+            meter = metrics.get_meter(SCOPE, _version(), meter_provider)
+            for instrument in catalogue.INSTRUMENTS:
+                self._made[instrument.name] = self._make(meter, instrument)
         self.ender = SpanEnder(on_drop=lambda: self.add(catalogue.SPANS_DROPPED, 1, {}))
 
     def _make(self, meter: metrics.Meter, instrument: Instrument) -> Any:
@@ -78,15 +83,19 @@ class Telemetry:
 
     def watch(self, source: GaugeSource) -> None:
         """Ask this participant for its gauges from now on, for as long as it lives."""
-        self._sources.add(source)
+        if all(known() is not source for known in list(self._sources)):
+            # A list, copied and changed in one step each: the exporter's thread reads it at any moment.
+            self._sources.append(weakref.ref(source, self._sources.remove))
 
     def _observe(self, instrument: Instrument) -> list[Observation]:
-        found = []
-        for source in list(self._sources):
-            with contextlib.suppress(Exception):
-                found += [
-                    Observation(value, dict(labels)) for what, value, labels in source.readings() if what is instrument
-                ]
+        found: list[Observation] = []
+        for known in list(self._sources):
+            with contextlib.suppress(Exception):  # one that fails hides no other
+                if (source := known()) is not None:
+                    readings = [
+                        (value, dict(labels)) for what, value, labels in source.readings() if what is instrument
+                    ]
+                    found += [Observation(value, labels) for value, labels in readings]
         return found
 
     # ---- spans
@@ -121,11 +130,14 @@ def _version() -> str:
 
 
 _default: Telemetry | None = None
+_making = threading.Lock()
 
 
 def default_telemetry() -> Telemetry:
     """The one of this process, over the providers that OpenTelemetry has as global ones."""
     global _default
     if _default is None:
-        _default = Telemetry()
+        with _making:
+            if _default is None:
+                _default = Telemetry()
     return _default

@@ -7,11 +7,12 @@ Rule of counting: an operation is recorded once for what it did. A call that is 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from opentelemetry.context import Context
+from opentelemetry.trace import Link
 
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.telemetry import attributes as at
@@ -22,6 +23,8 @@ from gym_ckpt_grpc.telemetry.spans import NOT_READY, OK, ActiveSpan, Value
 
 COORDINATOR = "coordinator"
 """The participant kind of what a coordinator records."""
+PUBLISH = "publish"
+"""The one operation that is a step too."""
 
 
 class Recorder:
@@ -54,11 +57,13 @@ class Recorder:
         checkpoint_id: str = "",
         participants: int = 0,
         parent: Context | None = None,
+        links: Sequence[Link] = (),
     ) -> Timed:
-        """A coordinator's operation as a block. name: as a participant's operation, or `publish`."""
+        """A coordinator's operation as a block. name: as a participant's operation, or `publish`, which is a step of
+        the checkpoint as well."""
         attributes: dict[str, Value] = {at.ID: checkpoint_id, at.PARTICIPANTS: participants}
         labels = {at.OPERATION: name, at.PARTICIPANT_KIND: COORDINATOR}
-        return Timed(self, span, attributes, catalogue.OPERATION_DURATION, labels, parent)
+        return Timed(self, span, attributes, catalogue.OPERATION_DURATION, labels, parent, links)
 
     def step(
         self, span: SpanType, *, timed: bool = True, attempt: bool = False, parent: Context | None = None
@@ -96,7 +101,7 @@ class Timed:
     `replayed` makes an operation an event instead; `failed` and `not_ready` say what the block's end does not.
     """
 
-    __slots__ = ("_began", "_instrument", "_is_replay", "_labels", "_recorder", "span")
+    __slots__ = ("_began", "_ended", "_instrument", "_is_replay", "_labels", "_recorder", "span")
 
     def __init__(
         self,
@@ -106,13 +111,15 @@ class Timed:
         instrument: Instrument | None,
         labels: Mapping[str, Value],
         parent: Context | None,
+        links: Sequence[Link] = (),
     ) -> None:
         self._recorder = recorder
         self._instrument = instrument
         self._labels = labels
         self._is_replay = False
+        self._ended = False
         self._began = time.monotonic()
-        self.span: ActiveSpan = recorder.telemetry.span(span, attributes, parent=parent)
+        self.span: ActiveSpan = recorder.telemetry.span(span, attributes, parent=parent, links=links)
 
     def set(self, name: str, value: Value) -> None:
         """One attribute of the span, by a name of `attributes`."""
@@ -131,6 +138,11 @@ class Timed:
         """An error that is not raised out of the block. outcome: the name of an error code."""
         self.span.failed(outcome)
 
+    def end(self, outcome: str) -> None:
+        """End what was never entered as a block, on any thread: for work that a block cannot hold. Once only."""
+        self.span.failed(outcome)
+        self.__exit__(None, None, None)
+
     def __enter__(self) -> Self:
         self.span.__enter__()
         return self
@@ -138,6 +150,9 @@ class Timed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._ended:
+            return
+        self._ended = True
         seconds = time.monotonic() - self._began
         self.span.__exit__(kind, error, trace)
         outcome = self.span.outcome
@@ -145,3 +160,6 @@ class Timed:
             self._recorder.event("replayed", operation=str(self._labels[at.OPERATION]))
         elif self._instrument is not None:
             self._recorder.telemetry.add(self._instrument, 1000 * seconds, {**self._labels, at.OUTCOME: outcome})
+            if self._labels.get(at.OPERATION) == PUBLISH:
+                labels = {at.STEP: PUBLISH, at.PARTICIPANT_KIND: COORDINATOR, at.OUTCOME: outcome}
+                self._recorder.telemetry.add(catalogue.STEP_DURATION, 1000 * seconds, labels)

@@ -8,17 +8,28 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from opentelemetry import context as otel_context
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
 
 from gym_ckpt_grpc.protocol.errors import ControlError
 from gym_ckpt_grpc.telemetry import attributes as at
 from gym_ckpt_grpc.telemetry.ending import SpanEnder
+from gym_ckpt_grpc.telemetry.propagation import attach, detach
 
 Value = str | bool | int | float
 OK = "ok"
 NOT_READY = "not_ready"
+NOT_REACHED = "not_reached"
+"""Outcome of a stage that was not begun, since an earlier one stopped."""
 CANCELLED = "CANCELLED"
 """Outcome of work whose caller went away."""
 
@@ -49,7 +60,8 @@ class ActiveSpan:
 
     @property
     def context(self) -> Context | None:
-        """The context with this span in it, for work that begins elsewhere; None while the group is off."""
+        """The context with this span in it, for work that begins elsewhere; None while the group is off, and after
+        the end."""
         return set_span_in_context(self._span) if self._span is not None else None
 
     def set(self, name: str, value: Value) -> None:
@@ -58,14 +70,34 @@ class ActiveSpan:
             with contextlib.suppress(Exception):
                 self._span.set_attribute(name, value)
 
+    def link(self, context: Context) -> None:
+        """Link it to the span that is the current one in this context, such as that of an earlier process."""
+        if self._span is not None:
+            with contextlib.suppress(Exception):
+                self._span.add_link(get_current_span(context).get_span_context())
+
     def failed(self, outcome: str) -> None:
         """The block succeeds as code goes, and is an error all the same."""
         self.outcome = outcome
 
+    def finish(self, attributes: Mapping[str, Value], error: str = "") -> None:
+        """End a span that is no block, with these attributes; the second time does nothing.
+
+        error: the text of its error status; empty if it is none.
+        """
+        span, self._span = self._span, None
+        if span is None:
+            return
+        with contextlib.suppress(Exception):
+            for name, value in attributes.items():
+                span.set_attribute(name, value)
+            if error:
+                span.set_status(Status(StatusCode.ERROR, error))
+        self._ender.end(span)
+
     def __enter__(self) -> Self:
         if self._span is not None:
-            with contextlib.suppress(Exception):
-                self._attached = otel_context.attach(set_span_in_context(self._span))
+            self._attached = attach(set_span_in_context(self._span))
         return self
 
     def __exit__(
@@ -73,17 +105,9 @@ class ActiveSpan:
     ) -> None:
         if error is not None:
             self.outcome = outcome_of(error)
-        if self._span is None:
-            return
-        span, self._span = self._span, None
-        with contextlib.suppress(Exception):
-            if self._attached is not None:
-                otel_context.detach(self._attached)  # type: ignore[arg-type]
-        with contextlib.suppress(Exception):
-            span.set_attribute(at.OUTCOME, self.outcome)
-            if self.outcome not in (OK, NOT_READY):
-                span.set_status(Status(StatusCode.ERROR, self.outcome))
-        self._ender.end(span)
+        attached, self._attached = self._attached, None
+        detach(attached)
+        self.finish({at.OUTCOME: self.outcome}, "" if self.outcome in (OK, NOT_READY, NOT_REACHED) else self.outcome)
 
 
 def start(

@@ -8,9 +8,10 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.trace import SpanKind
 
-from gym_ckpt_grpc.telemetry import Switches, Telemetry
-from gym_ckpt_grpc.telemetry.attributes import PREFIX
+from gym_ckpt_grpc.telemetry import Switches, Telemetry, catalogue
+from gym_ckpt_grpc.telemetry.attributes import PREFIX, SPANS_ONLY
 from gym_ckpt_grpc.telemetry.catalogue import Instrument, SpanType
 
 
@@ -42,10 +43,10 @@ class Kept:
 
     def __init__(self, groups: str = "default,checkpoint") -> None:
         self._spans = _Spans()
-        tracers = TracerProvider()
+        tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(self._spans)
         self._reader = InMemoryMetricReader()
-        self._meters = MeterProvider([self._reader])
+        self._meters = MeterProvider([self._reader], shutdown_on_exit=False)
         self.telemetry = Telemetry(tracer_provider=tracers, meter_provider=self._meters, switches=Switches(groups))
 
     # ---- spans
@@ -80,22 +81,37 @@ class Kept:
         began = [_id_of(span) for span in self._spans.began]
         assert sorted(ended) == sorted(began), f"{len(began)} began, {len(ended)} ended"
 
+    def check_declared(self) -> None:
+        """Fail unless every span and every series of ours has declared attributes only, and no metric an id."""
+        kinds = {span.name: set(span.attributes) for span in catalogue.SPANS}
+        for span in self._spans.began:
+            name = "{rpc.method}" if span.kind in (SpanKind.CLIENT, SpanKind.SERVER) else span.name
+            assert name in kinds, f"span {span.name} is not in the catalogue"
+            strange = set(span.attributes or ()) - kinds[name]
+            assert not strange, f"span {span.name} has undeclared {sorted(strange)}"
+        declared = {instrument.name: set(instrument.attributes) for instrument in catalogue.INSTRUMENTS}
+        for name, attributes, _ in self._series():
+            assert name in declared, f"instrument {name} is not in the catalogue"
+            strange = set(attributes) - declared[name] | set(attributes) & SPANS_ONLY
+            assert not strange, f"{name} has labels {sorted(strange)}"
+
     # ---- metrics
+
+    def _series(self, histograms: str = "count") -> list[tuple[str, dict[str, object], float]]:
+        """(instrument, attributes, value) of each series. histograms: what stands for the value of one."""
+        data = self._reader.get_metrics_data()
+        return [
+            (metric.name, dict(point.attributes or {}), getattr(point, histograms, getattr(point, "value", 0)))
+            for resource in (data.resource_metrics if data else ())
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            for point in metric.data.data_points
+        ]
 
     def points(self, instrument: Instrument | str) -> list[tuple[dict[str, object], float]]:
         """(attributes without prefix, value) of each series; the value of a histogram is its count."""
         name = instrument if isinstance(instrument, str) else instrument.name
-        data = self._reader.get_metrics_data()
-        found = []
-        for resource in data.resource_metrics if data else ():
-            for scope in resource.scope_metrics:
-                for metric in scope.metrics:
-                    if metric.name == name:
-                        found += [
-                            (short(point.attributes), getattr(point, "count", getattr(point, "value", 0)))
-                            for point in metric.data.data_points
-                        ]
-        return found
+        return [(short(attributes), value) for found, attributes, value in self._series() if found == name]
 
     def value(self, instrument: Instrument | str, **labels: object) -> float:
         """The sum over the series that have these labels; 0 if there is none."""
@@ -103,12 +119,26 @@ class Kept:
             value for found, value in self.points(instrument) if all(found.get(k) == v for k, v in labels.items())
         )
 
-    def names(self) -> set[str]:
-        """Every instrument that has a series."""
+    def total(self, instrument: Instrument, **labels: object) -> float:
+        """The sum of all that a histogram recorded in the series that have these labels."""
+        series = [
+            (short(attributes), sum_) for name, attributes, sum_ in self._series("sum") if name == instrument.name
+        ]
+        return sum(sum_ for found, sum_ in series if all(found.get(k) == v for k, v in labels.items()))
+
+    def start_of(self, instrument: Instrument) -> int:
+        """When the first series of a counter or histogram began, in nanoseconds since the epoch."""
         data = self._reader.get_metrics_data()
-        return {
-            metric.name
-            for resource in (data.resource_metrics if data else ())
+        assert data is not None
+        return min(
+            point.start_time_unix_nano or 0
+            for resource in data.resource_metrics
             for scope in resource.scope_metrics
             for metric in scope.metrics
-        }
+            if metric.name == instrument.name
+            for point in metric.data.data_points
+        )
+
+    def names(self) -> set[str]:
+        """Every instrument that has a series."""
+        return {name for name, _, _ in self._series()}

@@ -206,6 +206,76 @@ def test_metrics() -> None:
     assert kept.points(catalogue.CONTROL_ERRORS) == [({**method, "error_code": "INVALID_PHASE"}, 1)]
 
 
+async def test_an_own_observer_is_told_beside_the_metrics(tmp_path: Path) -> None:
+    """It takes nothing away: spans and metrics are made as without it, on both sides, whatever it raises."""
+    kept, server, client = Kept(), Recording(raising=True), Recording(raising=True)
+    async with Participant(tmp_path, observer=server, telemetry=kept.telemetry) as p:
+        assert p.channel is not None
+        await p.channel.close()
+        p.channel = open_channel(p.server.address, observer=client, telemetry=kept.telemetry)
+        p.stub = participant_pb2_grpc.ParticipantServiceStub(p.channel)
+        await p.status()
+        with pytest.raises(ControlError):
+            await p.renew()
+        await Both(p, server, client).told(("GetStatus", "OK"), ("RenewLease", "FAILED_PRECONDITION"))
+    for side in ("server", "client"):
+        assert kept.value(catalogue.RPC_DURATION[side]) == 2
+    assert kept.value(catalogue.CONTROL_ERRORS, error_code="INVALID_PHASE") == 1
+    assert len(server.errors) == 1
+    assert sorted(span.name for span in kept.spans if span.name.startswith("gymckpt.")) == [
+        PREFIX.lstrip("/") + name for name in ("GetStatus", "GetStatus", "RenewLease", "RenewLease")
+    ]
+    kept.check_declared()
+    kept.all_ended()
+
+
+@pytest.mark.behaviour("C305")
+async def test_what_calls_are_measured_by(tmp_path: Path) -> None:
+    """GetStatus and RenewLease by the RPC instruments, with their code; an operation by its own as well."""
+    kept = Kept("none")
+    async with Participant(tmp_path, telemetry=kept.telemetry) as p:
+        await p.status()
+        with pytest.raises(ControlError):
+            await p.renew()
+        p.add("a", running=True)
+        await p.prepare(within=0.05)
+        await p.renew()
+        with pytest.raises(ControlError):
+            await p.commit()
+        await eventually(lambda: kept.value(catalogue.RPC_DURATION["server"]) == 5)
+    measured = {
+        (str(labels["rpc.method"]).rpartition("/")[2], labels["rpc.response.status_code"]): count
+        for labels, count in kept.points(catalogue.RPC_DURATION["server"])
+    }
+    refused = "FAILED_PRECONDITION"
+    assert measured == {
+        ("GetStatus", "OK"): 1,
+        ("RenewLease", refused): 1,
+        ("Prepare", "OK"): 1,
+        ("RenewLease", "OK"): 1,
+        ("Commit", refused): 1,
+    }
+    outcomes = {(labels["operation"], labels["outcome"]) for labels, _ in kept.points(catalogue.OPERATION_DURATION)}
+    assert {("prepare", "not_ready"), ("commit", "INVALID_PHASE")} == outcomes
+
+
+async def test_a_method_that_no_server_has(tmp_path: Path) -> None:
+    """A stranger may ask for any name: it makes no series of its own."""
+    kept = Kept()
+    authenticator = Authenticator({Role.CONTROLLER: TokenValue("t")})
+    async with Participant(tmp_path, telemetry=kept.telemetry, authenticator=authenticator) as p:
+        assert p.channel is not None
+        for name in ("/a.B/c", "/gymckpt.v1.ParticipantService/Nothing", "/x" * 100):
+            unknown: Any = p.channel.unary_unary(name)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await unknown(b"", timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await p.status()
+    methods = {labels["rpc.method"]: count for labels, count in kept.points(catalogue.CONTROL_ERRORS)}
+    assert methods == {"_OTHER": 3, "gymckpt.v1.ParticipantService/GetStatus": 1}
+    assert kept.points(catalogue.RPC_DURATION["server"]) == []
+
+
 async def measured(behaviour: Any, context: Any) -> tuple[Any, Recording]:
     """A streaming behaviour behind the server's interceptor, and what its observer is told."""
     observer = Recording()
