@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.capture import generation_wire
 from gym_ckpt_grpc.control import (
     BackendInfo,
@@ -34,6 +34,7 @@ from gym_ckpt_grpc.protocol.errors import (
     WorkerUnavailable,
 )
 from gym_ckpt_grpc.protocol.generation_validation import MAX_CUTS
+from gym_ckpt_grpc.telemetry import Telemetry
 from gymckpt.v1 import generation_pb2 as pb
 from gymckpt.v1 import generation_pb2_grpc
 
@@ -45,17 +46,26 @@ PAUSE = 0.1
 class GrpcGenerationBackend:
     """A `GenerationBackend` over a connection of its own, apart from those that carry generations.
 
-    name: its key among the backends. address, token, allow_insecure: as `open_channel` says. Used from one event
-    loop, which `close` must be called in.
+    name: its key among the backends. address, token, allow_insecure, tls, telemetry: as `open_channel` says. Used from
+    one event loop, which `close` must be called in.
     """
 
     def __init__(
-        self, name: str, address: str, *, token: TokenSource | None = None, allow_insecure: bool = False
+        self,
+        name: str,
+        address: str,
+        *,
+        token: TokenSource | None = None,
+        allow_insecure: bool = False,
+        tls: ClientTls | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._name = name
         self._address = address
         self._token = token
         self._allow_insecure = allow_insecure
+        self._tls = tls
+        self._telemetry = telemetry
         self._channel: grpc.aio.Channel | None = None
         self._opened: Any = None
 
@@ -120,7 +130,12 @@ class GrpcGenerationBackend:
     def _stub(self) -> Any:
         if self._channel is None:
             self._channel = open_channel(
-                self._address, token=self._token, allow_insecure=self._allow_insecure, dedicated=True
+                self._address,
+                token=self._token,
+                allow_insecure=self._allow_insecure,
+                tls=self._tls,
+                dedicated=True,
+                telemetry=self._telemetry,
             )
             self._opened = generation_pb2_grpc.GenerationServiceStub(self._channel)
         return self._opened

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 import grpc
 
-from gym_ckpt_grpc.auth import Authenticator
+from gym_ckpt_grpc.auth import Authenticator, ServerTls
 from gym_ckpt_grpc.capture import generation_wire
 from gym_ckpt_grpc.capture.cut_engine import CutEngine, CutSweep, Outcomes
 from gym_ckpt_grpc.control import Budget, wire
@@ -21,7 +22,7 @@ from gym_ckpt_grpc.control.budget import MAX_DEADLINE
 from gym_ckpt_grpc.control.serving import HostedService, ServiceHost, time_left
 from gym_ckpt_grpc.protocol.errors import InternalError, OutOfTime
 from gym_ckpt_grpc.protocol.generation_validation import validate_generation
-from gym_ckpt_grpc.telemetry import CallObserver
+from gym_ckpt_grpc.telemetry import CallObserver, Telemetry
 from gymckpt.v1 import generation_pb2 as pb
 from gymckpt.v1 import generation_pb2_grpc
 
@@ -116,7 +117,7 @@ class GenerationServer(HostedService):
 
     address: `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. authenticator: None lets
     every local caller in, and is refused on an address that is not local; the role that may call is `peer`.
-    allow_insecure: needed for plain text beyond this host.
+    allow_insecure: needed for plain text beyond this host. tls, audit_log: see ParticipantServer.
     """
 
     def __init__(
@@ -126,7 +127,10 @@ class GenerationServer(HostedService):
         *,
         authenticator: Authenticator | None = None,
         allow_insecure: bool = False,
+        tls: ServerTls | None = None,
+        audit_log: str | os.PathLike[str] | None = None,
         observer: CallObserver | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._servicer = GenerationServicer(engine)
         host = ServiceHost(
@@ -135,7 +139,10 @@ class GenerationServer(HostedService):
             identity=None,
             authenticator=authenticator,
             allow_insecure=allow_insecure,
+            tls=tls,
+            audit_log=audit_log,
             observer=observer,
+            telemetry=telemetry,
         )
         super().__init__(host)
 

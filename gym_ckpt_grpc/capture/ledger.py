@@ -224,6 +224,10 @@ class CaptureLedger(AttemptRows):
         """(capture key of its stamp or "", staging key) of a row with tokens; None for a failure."""
         return row_staging_key(row)
 
+    def tokens(self, row: Row) -> int:
+        """Tokens that its call has added to what its parent had; 0 for a failure."""
+        return int(row.get("added_length", 0))
+
     def stamped(self, row: Row, episode: EpisodeId) -> Row:
         """The row with the capture key of `episode` as who staged it; a stamp is kept, failures have none."""
         if "staging_key" not in row or row.get("capture_key"):

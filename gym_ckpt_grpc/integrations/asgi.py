@@ -12,6 +12,7 @@ application, notices a client that leaves meanwhile, answers refusals, and lets 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
@@ -36,6 +37,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Counted = Callable[[ControlError], None]
+"""Counts a refusal that becomes an answer. Does not raise."""
 
 BYPASS = ("/health", "/healthz", "/livez", "/readyz", "/metrics")
 """Routes that always answer."""
@@ -88,6 +91,8 @@ class CheckpointMiddleware:
         self._bypass_below = tuple(path.removesuffix("*") for path in bypass if path.endswith("/*"))
         self._keep_path = keep_path
         self._post_only = tuple(f"{path}/" for path in post_only)
+        self.refused = _counting(gate)
+        """Counts a refusal that is about to be answered: for what stands outside and answers some itself."""
 
     def inner_of(self, gate: Gate) -> App:
         """The application behind this middleware, if it asks the same gate; else this middleware itself."""
@@ -110,6 +115,7 @@ class CheckpointMiddleware:
         except ControlError as error:
             if reply.begun:
                 raise
+            self.refused(error)
             await _send_refusal(error, reply)
 
     def _is_bypass(self, method: str, path: str) -> bool:
@@ -121,7 +127,7 @@ class CheckpointMiddleware:
         self, scope: Scope, receive: Receive, reply: _ReplySender, path: str, episode: EpisodeId | None
     ) -> None:
         """Enter the gate, run the application, leave the gate."""
-        body = _WatchedBody(receive)
+        body = _WatchedBody(receive, self.refused)
         token = CALLER.set(body.caller)
         try:
             state = scope.get("state") or {}
@@ -172,6 +178,8 @@ class RolloutPrefix:
 class _ReplySender:
     """The application's `send`: adds the gate's headers, and lets the visit hold what is sent."""
 
+    __slots__ = ("_gate", "_send", "begun", "visit")
+
     def __init__(self, send: Send, gate: Gate) -> None:
         self.begun = False
         self.visit = Visit()
@@ -199,8 +207,10 @@ class _WatchedBody:
     the request lives, so no message is lost.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self.caller = Caller(on_hold=self._start)
+    __slots__ = ("_arrived", "_messages", "_receive", "_watch", "caller")
+
+    def __init__(self, receive: Receive, refused: Counted) -> None:
+        self.caller = Caller(self._start, refused)
         self._receive = receive
         self._messages: deque[Message] = deque()
         self._watch: asyncio.Task[None] | None = None
@@ -242,12 +252,17 @@ class _WatchedBody:
 
 
 class Refusal:
-    """A ControlError as an ASGI response."""
+    """A ControlError as an ASGI response. Counted as a refusal by the gate in front, or by `counted`."""
 
-    def __init__(self, error: ControlError) -> None:
+    def __init__(self, error: ControlError, *, counted: Counted | None = None) -> None:
         self._error = error
+        self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = CALLER.get()
+        counted = self._counted or (caller and caller.on_refusal)
+        if counted:
+            counted(self._error)
         await _send_refusal(self._error, send)
 
 
@@ -260,6 +275,16 @@ async def answer_refusal(request: object, error: Exception) -> Any:
     if not isinstance(error, ControlError):
         raise error
     return Refusal(error)
+
+
+def _counting(gate: Gate) -> Counted:
+    """The gate's count of refusals. Whatever becomes of it, the refusal is answered."""
+
+    def refused(error: ControlError) -> None:
+        with contextlib.suppress(Exception):
+            gate.refused(error)
+
+    return refused
 
 
 async def _send_refusal(error: ControlError, send: Send) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from gym_ckpt_grpc.integrations.asgi import App, Message, Receive, Refusal, Scope, Send
+from gym_ckpt_grpc.integrations.asgi import App, CheckpointMiddleware, Message, Receive, Refusal, Scope, Send
 from gym_ckpt_grpc.participants import DataPlaneNames
 from gym_ckpt_grpc.protocol.errors import InvalidArgument
 from gym_ckpt_grpc.protocol.ids import EpisodeId
@@ -53,6 +53,7 @@ class BodyIdentity:
         self._names = names
         self._paths = tuple(paths)
         self._identity_of = identity_of
+        self._counted = app.refused if isinstance(app, CheckpointMiddleware) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         looked_into = scope["type"] == "http" and scope["path"].endswith(self._paths)
@@ -66,7 +67,7 @@ class BodyIdentity:
                 return  # the client has left
             episode = self._episode(body)
         except InvalidArgument as error:
-            await Refusal(error)(scope, receive, send)
+            await Refusal(error, counted=self._counted)(scope, receive, send)
             return
         replay = iter(messages)
 

@@ -20,8 +20,10 @@ from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.ports import OwnerPort
 from gym_ckpt_grpc.participants.blocking import Clock
 from gym_ckpt_grpc.participants.names import DataPlaneNames
-from gym_ckpt_grpc.protocol.errors import AdmissionClosed, OutOfTime, StaleAttempt, UsageError
+from gym_ckpt_grpc.protocol.errors import AdmissionClosed, ControlError, OutOfTime, StaleAttempt, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.telemetry.attributes import ERROR_CODE
+from gym_ckpt_grpc.telemetry.catalogue import ADMISSION_HELD, ADMISSION_REFUSED, HELD_REQUESTS, Instrument
 
 T = TypeVar("T")
 
@@ -48,12 +50,18 @@ class Caller:
     """The client of one request: whether it left, and whom that wakes.
 
     on_hold is called when the request is first held; only then it is worth to watch for a client that leaves.
+    on_refusal is told of a refusal that the application answers itself, as an exception handler does.
     """
 
-    __slots__ = ("_on_hold", "_waiter", "left")
+    __slots__ = ("_on_hold", "_waiter", "left", "on_refusal")
 
-    def __init__(self, on_hold: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_hold: Callable[[], None] | None = None,
+        on_refusal: Callable[[ControlError], None] | None = None,
+    ) -> None:
         self.left = False
+        self.on_refusal = on_refusal
         self._on_hold = on_hold
         self._waiter: asyncio.Future[None] | None = None
 
@@ -163,6 +171,7 @@ class Admission:
             self.waiting_overflow += 1
             raise AdmissionClosed(f"{self.waiting} requests are held already", retry_after=RETRY_AFTER)
         caller = CALLER.get()
+        began = self.clock()
         self.waiting += 1
         try:
             while result is HELD:
@@ -173,6 +182,7 @@ class Admission:
             return result
         finally:
             self.waiting -= 1
+            self.count(ADMISSION_HELD, 1000 * (self.clock() - began))
 
     async def _held(self, rollout_id: str, caller: Caller | None) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -186,6 +196,21 @@ class Admission:
             del self._waiters[waiter], of_rollout[waiter]
             if not of_rollout:
                 del self._of_rollout[rollout_id]
+
+    # ---- telemetry
+
+    def refused(self, error: ControlError) -> None:
+        """A refusal becomes an answer: count it. Once for each request, whoever raised it."""
+        self.count(ADMISSION_REFUSED, labels={ERROR_CODE: error.code.name})
+
+    def count(self, instrument: Instrument, amount: float = 1, *, labels: Mapping[str, str] | None = None) -> None:
+        """Count, or record in a histogram, as this participant. Without one nobody asks."""
+        if self._port is not None:
+            self._port.recorder.count(instrument, amount, labels=labels)
+
+    def gauges(self) -> dict[Instrument, float]:
+        """The gauge that every kind has."""
+        return {HELD_REQUESTS: self.waiting}
 
     def counts(self) -> dict[str, int]:
         """Counts that every kind reports."""
@@ -257,6 +282,9 @@ class Gate(Protocol):
 
     def reply_headers(self) -> Mapping[str, str]:
         """Headers of every reply of this server, refusals included."""
+
+    def refused(self, error: ControlError) -> None:
+        """A refusal is being answered: this gate's, or one of the application behind it. Counts it; must not wait."""
 
 
 # ---- tasks that may be cancelled once ----------------------------------------------------------------------

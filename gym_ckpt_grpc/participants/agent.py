@@ -50,6 +50,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import BlockerReason, PrepareReport
 from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.telemetry.catalogue import HELD_RESPONSES, Instrument
 
 T = TypeVar("T")
 Loop = Callable[[SessionContext, Any], Awaitable[Any]]
@@ -317,12 +318,14 @@ class AgentOwner(OwnerDefaults):
     async def close_admission(self, closing: Closing) -> None:
         self.admission.close()
         self._steps.close()
+        self._state.work.closed(closing.checkpoint_id)
         for _ in range(SETTLE_TURNS):
             await asyncio.sleep(0)
 
     async def open_admission(self, opening: Opening) -> None:
         self.admission.open()
         self._steps.open()
+        self._state.work.opened()
 
     def is_ready(self) -> bool:
         return not self._blocking
@@ -347,6 +350,9 @@ class AgentOwner(OwnerDefaults):
         async for records in self._state.export(scope):
             yield RecordBatch(records)
 
+    def write_ended(self, checkpoint_id: str, durable: bool) -> None:
+        self._state.work.write_ended(checkpoint_id, durable)
+
     async def stage(self, records: Sequence[Record], scope: RestoreScope) -> StagedSessions:
         return await self._state.stage(records, scope)
 
@@ -359,6 +365,7 @@ class AgentOwner(OwnerDefaults):
     async def retire(self, episode: EpisodeId, budget: Budget) -> None:
         self.admission.wake(episode.rollout_id)
         self._runs.forget_restored(episode)
+        self._state.work.drop_covered(episode)
         for session in self._sessions.covered_by(episode):
             self._state.mark_retired(session)
         await self._seeds.wait(episode, budget)
@@ -384,6 +391,9 @@ class AgentOwner(OwnerDefaults):
 
     def status_extra(self) -> Mapping[str, str]:
         return self._state.precopy.counts()
+
+    def gauges(self) -> Mapping[Instrument, float]:
+        return {**self.admission.gauges(), HELD_RESPONSES: self._steps.held_ends}
 
 
 @dataclass(frozen=True, slots=True)

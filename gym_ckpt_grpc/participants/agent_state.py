@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from gym_ckpt_grpc.participants.seeds import Seeds
 from gym_ckpt_grpc.participants.session_table import SessionTable, free_each
 from gym_ckpt_grpc.participants.slices import in_slices
 from gym_ckpt_grpc.participants.steps import StepState, StepTracker, value_of
+from gym_ckpt_grpc.participants.work_counts import WorkCounts
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import BlockerReason
 from gym_ckpt_grpc.storage import Record
@@ -38,7 +39,7 @@ class StagedSessions:
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """The checkpointed side of an AgentOwner."""
+    """The checkpointed side of an AgentOwner. work: counts activations that have an index."""
 
     hooks: AgentHooks
     admission: Admission
@@ -48,8 +49,10 @@ class AgentState:
     seeds: Seeds
     runs: AgentRuns
     precopy: Precopy = field(init=False)
+    work: WorkCounts = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "work", WorkCounts(self.admission, "turns"))
         object.__setattr__(self, "precopy", Precopy(self.hooks, self._episode_of, "session"))
         self.sessions.turned = self.precopy.drop
 
@@ -67,12 +70,21 @@ class AgentState:
         unclaimed += [each.record for each in here if each.record is not None]
         # As of now: while the author gives the states, an activation may begin, end, or be stopped.
         taken = [_Taken.of(each, at_boundary) for each in here if each.record is None]
+        self._count_work(taken, unclaimed)
         asked = [each.key for each in taken if not each.starts_over]
         cut = await self.precopy.cut(asked)
         async for records in in_slices(each.to_record(cut) for each in taken):
             yield records
         async for records in in_slices(each.to_record() for each in unclaimed):
             yield records
+
+    def _count_work(self, taken: Iterable[_Taken], unclaimed: Iterable[AgentRecord]) -> None:
+        self.work.begin_export()
+        for each in taken:
+            if not each.starts_over:
+                self.work.take(each.key, each.completed)
+        for record in unclaimed:
+            self.work.take(record.session_key, record.activations)
 
     def _exported(self, session: Session, scope: EpisodeScope, at_boundary: Mapping[Any, Any]) -> bool:
         if session.episode not in scope or session.retired or session.closing is not None:
@@ -109,7 +121,10 @@ class AgentState:
         """From now on sessions can be reached and runs claimed."""
         for session in staged.sessions:
             self.sessions.add(session, pending=True)
-        self.runs.restored.update((record.episode.rollout_id, record) for record in staged.runs)
+            self.work.install(session.episode, session.key, session.index.completed)
+        for record in staged.runs:
+            self.runs.restored[record.episode.rollout_id] = record
+            self.work.install(record.episode, record.session_key, record.activations)
 
     def _here(self, rollout_id: str) -> list[EpisodeId]:
         seeds = [seed.episode for seed in self.seeds.of_rollout(rollout_id)]
@@ -151,6 +166,7 @@ class AgentState:
 
     async def delete_restored(self, episode: EpisodeId) -> None:
         """Free restored sessions and runs that nothing has started; requests for them are held meanwhile."""
+        self.work.drop(episode)
         self.runs.delete_restored(episode)
         sessions = self.sessions.pending_sessions(episode)
         for session in sessions:

@@ -17,6 +17,8 @@ from gym_ckpt_grpc.control.generation import BackendInfo, GenerationBackends
 from gym_ckpt_grpc.control.tasks import TaskOwner
 from gym_ckpt_grpc.participants.blocking import Clock
 from gym_ckpt_grpc.participants.restored_cuts import RestoredCut, RestoredCuts
+from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.telemetry.propagation import leave_trace
 
 T = TypeVar("T")
 log = logging.getLogger("gym_ckpt_grpc.participants")
@@ -36,7 +38,8 @@ BATCH = 256
 class BackendLooks:
     """Asks every backend who it is and which of the restored cuts it has.
 
-    missing: counts cuts that no backend had any more. cuts: those that are offered. sleep: waits so many seconds.
+    missing: counts cuts that no backend had any more; lost: told of each. cuts: those that are offered. sleep: waits so
+    many seconds.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class BackendLooks:
         *,
         clock: Clock,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        lost: Callable[[EpisodeId, RestoredCut], None] = lambda episode, cut: None,
     ) -> None:
         self.missing = 0
+        self._lost = lost
         self._backends = backends
         self._cuts = cuts
         self._clock = clock
@@ -111,6 +116,7 @@ class BackendLooks:
         backoff = FIRST_BACKOFF
         try:
             while len(self._cuts) and not await self._ask_logged(name, self._cuts, Budget(MAX_DEADLINE, self._clock)):
+                leave_trace()
                 await self._sleep(backoff * random.uniform(0.8, 1.2))
                 backoff = min(backoff * 2, LAST_BACKOFF)
         finally:
@@ -120,9 +126,11 @@ class BackendLooks:
     def drop_lost(self) -> None:
         """Forget cuts that no backend has, and count them."""
         lost = self._cuts.drop_lost(self._backends)
-        self.missing += lost
+        self.missing += len(lost)
         if lost:
-            log.warning("%d restored cuts are gone from all backends; their calls are generated anew", lost)
+            log.warning("%d restored cuts are gone from all backends; their calls are generated anew", len(lost))
+        for episode, cut in lost:
+            self._lost(episode, cut)
 
     async def close(self) -> None:
         """End what runs. Only at the end of the process."""

@@ -26,7 +26,7 @@ class CutBook:
 
     undelivered: gives the calls that a checkpoint counts as not made. changed: told when readiness may have changed.
     backends: names of those that can be asked; without any the book stays shut. tries: failed cuts of a call after
-    which it is not asked again, 1 and up.
+    which it is not asked again, 1 and up. stands: told of what each call came to in a closing, once.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class CutBook:
         clock: Clock,
         backends: Collection[str] = (),
         tries: int = 2,
+        stands: Callable[[CutDisposition], None] = lambda disposition: None,
     ) -> None:
         self.on_askable: Callable[[str], None] = lambda backend: None
         """Called with a backend's name when one more call can be asked about there."""
@@ -49,6 +50,8 @@ class CutBook:
         self._clock = clock
         self._backends = frozenset(backends)
         self._tries = tries
+        self._stands = stands
+        self._told: set[str] = set()
         self._open = False
         self._asking = False
         self._calls: dict[str, Ticket] = {}  # of this closing, by ticket id, as the next three
@@ -83,9 +86,22 @@ class CutBook:
 
     def end(self) -> None:
         """Admission opens: the cuts of this closing are forgotten, and the calls simply go on."""
+        self._tell(self._calls.values())
+        self._told.clear()
         self._open = self._asking = False
         for ticket in list(self._calls.values()):
             self._forget(ticket)
+
+    def settled(self) -> None:
+        """The records of this closing are durable. Of a checkpoint that stops the run admission never opens."""
+        self._tell(ticket for ticket in self._calls.values() if not ticket.owed)
+
+    def _tell(self, tickets: Iterable[Ticket]) -> None:
+        """Tell what calls came to: each once in a closing, however often it was asked about."""
+        for ticket in tickets:
+            if ticket.disposition is not CutDisposition.UNSPECIFIED and ticket.id not in self._told:
+                self._told.add(ticket.id)
+                self._stands(ticket.disposition)
 
     def counts(self) -> tuple[int, int]:
         """Undelivered calls with a durable cut, and those with a restart reason."""
@@ -153,13 +169,14 @@ class CutBook:
             if ticket.registered and ticket.backend == backend
         ]
 
-    def accept(self, backend: str, header: SweepHeader, ack: CutAck) -> None:
-        """A valid acknowledgement that came in time. What nobody wants any more is given up."""
+    def accept(self, backend: str, header: SweepHeader, ack: CutAck) -> CutDisposition:
+        """A valid acknowledgement that came in time; gives what it came to. What nobody wants any more is given up."""
         ticket = self._find(ack.call)
         if ticket is None or (ticket.cut is not None and ticket.cut.own):
             self.unwanted(backend, ack)
         elif ack.disposition in DURABLE and ack.evidence is not None:
-            self._cut_by_backend(ticket, Cut(backend, header.incarnation_id, header.snapshot_id, ack.evidence), ack)
+            cut = Cut(backend, header.incarnation_id, header.snapshot_id, ack.evidence)
+            return self._cut_by_backend(ticket, cut, ack)
         elif ack.disposition is CutDisposition.FAILED:
             self.failed(ack.call, ack.reason)
         elif ticket.owed:
@@ -167,6 +184,7 @@ class CutBook:
             if ack.disposition is CutDisposition.UNCUTTABLE:
                 log.info("call %s of %s cannot be cut: %s", ticket.call_id, ticket.episode, ack.reason)
                 self._settle(ticket)
+        return ack.disposition
 
     def failed(self, call: CallIdentity, why: str, *, for_good: bool = False) -> None:
         """A try to cut a call failed, or what it gave was taken back. It is asked again while tries are left, unless
@@ -212,16 +230,17 @@ class CutBook:
         self._blocking.clear(ticket.number)
         self._changed()
 
-    def _cut_by_backend(self, ticket: Ticket, cut: Cut, ack: CutAck) -> None:
+    def _cut_by_backend(self, ticket: Ticket, cut: Cut, ack: CutAck) -> CutDisposition:
         named = (cut.backend, cut.evidence.cut_id)
         if self._held.get(named, ticket.id) != ticket.id:
             self.failed(ack.call, "the backend gave it the cut of another call")
-            return
+            return CutDisposition.FAILED
         if not self._hooks.cut_made(cut.backend, cut.evidence.cut_id, ticket.call_id):
             self.failed(ack.call, "the backend gave it a cut that is being given up")
-            return
+            return CutDisposition.FAILED
         self._take(ticket, cut, ack.disposition)
         self._held[named] = ticket.id
+        return ack.disposition
 
     def _cut_by_own(self, ticket: Ticket, evidence: CutEvidence) -> None:
         self._take(ticket, Cut(ticket.backend, "", "", evidence, own=True), CutDisposition.FINISHED)

@@ -18,6 +18,7 @@ from gym_ckpt_grpc.control.budget import Budget
 from gym_ckpt_grpc.control.generation import GenerationBackends
 from gym_ckpt_grpc.control.tasks import TaskOwner
 from gym_ckpt_grpc.participants.blocking import Clock
+from gym_ckpt_grpc.telemetry.propagation import leave_trace
 
 log = logging.getLogger("gym_ckpt_grpc.participants")
 
@@ -85,7 +86,9 @@ class Releaser:
         backoff = FIRST_BACKOFF
         while owed:
             batch = list(owed)[:BATCH]
-            if await self._try(name, batch):
+            gone = await self._try(name, batch)
+            leave_trace()  # tries that follow, and cuts of later calls, are no part of the first one's
+            if gone:
                 for cut_id in batch:
                     del owed[cut_id]
                 backoff = FIRST_BACKOFF

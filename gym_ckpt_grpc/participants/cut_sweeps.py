@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,20 +18,34 @@ from gym_ckpt_grpc.control.generation import (
     CallIdentity,
     Capability,
     CutAck,
+    CutDisposition,
     GenerationBackend,
     GenerationBackends,
     Sweep,
     SweepHeader,
 )
-from gym_ckpt_grpc.control.ports import Closing
+from gym_ckpt_grpc.control.ports import Closing, OwnerPort
 from gym_ckpt_grpc.control.tasks import TaskOwner
 from gym_ckpt_grpc.participants.cut_ack import Judge
 from gym_ckpt_grpc.participants.policy_settings import PolicyModelSettings
+from gym_ckpt_grpc.protocol.errors import OutOfTime
+from gym_ckpt_grpc.telemetry import Timed, outcome_of
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry.catalogue import GENERATION_CUT
+from gym_ckpt_grpc.telemetry.spans import OK
 
 RPC_SHARE = 0.5
 """Part of the time left for cuts that one sweep of a backend may take."""
 LATE = 1.0
 """Seconds for which an answer is still read after the time of its sweep, so that late cuts can be given up."""
+
+_CALLS_OF = {
+    CutDisposition.CUT: at.CALLS_CUT,
+    CutDisposition.FINISHED: at.CALLS_FINISHED,
+    CutDisposition.NOT_FOUND: at.CALLS_NOT_FOUND,
+    CutDisposition.UNCUTTABLE: at.CALLS_UNCUTTABLE,
+    CutDisposition.FAILED: at.CALLS_FAILED,
+}
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +64,8 @@ class SweptCalls(Protocol):
     def inventory(self, backend: str) -> list[tuple[CallIdentity, float]]:
         """The calls to ask a backend about now, with their ages in seconds."""
 
-    def accept(self, backend: str, header: SweepHeader, ack: CutAck) -> None:
-        """A valid acknowledgement, in time."""
+    def accept(self, backend: str, header: SweepHeader, ack: CutAck) -> CutDisposition:
+        """A valid acknowledgement, in time; gives what its call has come to."""
 
     def failed(self, call: CallIdentity, why: str, *, for_good: bool = False) -> None:
         """A try to cut a call failed."""
@@ -62,7 +77,7 @@ class SweptCalls(Protocol):
 class CutSweeper:
     """Sweeps every backend of the participant, side by side, from a close to the open or until the time is spent.
 
-    service: gives the name of the policy model service. clock: seconds, those of the event loop.
+    port: gives the port of the participant. clock: seconds, those of the event loop.
     """
 
     def __init__(
@@ -72,13 +87,13 @@ class CutSweeper:
         settings: PolicyModelSettings,
         *,
         clock: Clock,
-        service: Callable[[], str],
+        port: Callable[[], OwnerPort],
     ) -> None:
         self._calls = calls
         self._backends = dict(backends)
         self._settings = settings
         self._clock = clock
-        self._service = service
+        self._port = port
         self._known = _Known()
         self._askable = {name: asyncio.Event() for name in self._backends}
         self._tasks = TaskOwner()
@@ -138,7 +153,8 @@ class CutSweeper:
             self._askable[name].clear()
             if calls := self._calls.inventory(name):
                 number += 1
-                sweep = Sweep(closing.checkpoint_id, self._service(), closing.number, number, calls)
+                service = self._port().identity.service
+                sweep = Sweep(closing.checkpoint_id, service, closing.number, number, calls)
                 await self._ask(name, backend, sweep, RPC_SHARE * (ends - self._clock()))
                 if self._calls.inventory(name):
                     self._askable[name].set()
@@ -148,10 +164,15 @@ class CutSweeper:
         """One sweep. Its answer is read to the end, even past its time, by a task of its own."""
         answer = _Answer(name, backend, sweep, self._calls, self._known)
         self._answers.add(answer)
-        reading = self._tasks.own(answer.read(Budget(seconds, self._clock), seconds + LATE), f"answer of {name}")
-        reading.add_done_callback(lambda _: self._answers.discard(answer))
-        await asyncio.wait({reading}, timeout=seconds)
-        answer.end()
+        with self._port().recorder.step(GENERATION_CUT, timed=False) as span:
+            # Begun in here: what it asks the worker belongs to this span.
+            reading = self._tasks.own(answer.read(Budget(seconds, self._clock), seconds + LATE), f"answer of {name}")
+            reading.add_done_callback(lambda _: self._answers.discard(answer))
+            try:
+                await asyncio.wait({reading}, timeout=seconds)
+                answer.end(in_time=reading.done())
+            finally:
+                answer.describe(span)
 
 
 class _Known:
@@ -188,7 +209,9 @@ class _Answer:
         self._asked = {call.ticket_id: call for call, _ in sweep.calls}
         self._judge = Judge(self._asked.values())
         self._failed: set[str] = set()
+        self._came_to: dict[str, CutDisposition] = {}
         self._trouble = "it was not acknowledged in time"
+        self._outcome = OK
 
     async def read(self, budget: Budget, limit: float) -> None:
         """Ask, and hear every acknowledgement as it comes; at most `limit` seconds. A failure costs only cuts."""
@@ -198,6 +221,7 @@ class _Answer:
             self._trouble = "the answer ended without it"
         except Exception as error:
             self._known.forget(self._name)
+            self._outcome = outcome_of(error)
             self._trouble = f"asking {self._name} failed: {str(error) or type(error).__name__}"
 
     async def _read(self, budget: Budget) -> None:
@@ -225,7 +249,7 @@ class _Answer:
                 continue
             problem = self._judge.judge(ack) or ("" if header is not None else "no header came before it")
             if not problem and header is not None:
-                self._calls.accept(self._name, header, ack)
+                self._came_to[ack.call.ticket_id] = self._calls.accept(self._name, header, ack)
                 continue
             log.warning("%s sent a bad acknowledgement for ticket %s: %s", self._name, ack.call.ticket_id, problem)
             self._fail(ack.call.ticket_id, problem)
@@ -236,11 +260,26 @@ class _Answer:
         call = self._asked.get(ticket_id)
         if call is not None and ticket_id not in self._failed:
             self._failed.add(ticket_id)
+            self._came_to[ticket_id] = CutDisposition.FAILED
             self._calls.failed(call, why, for_good=for_good)
 
-    def end(self) -> None:
-        """The sweep is over: what was not acknowledged has failed this time."""
+    def end(self, *, in_time: bool) -> None:
+        """The sweep is over: what was not acknowledged has failed this time. in_time: whether the answer had ended."""
         if not self.late:
             self.late = True
-            for ticket_id in self._judge.unanswered():
+            unanswered = self._judge.unanswered()
+            if unanswered and not in_time:
+                self._outcome = OutOfTime.code.name
+            for ticket_id in unanswered:
                 self._fail(ticket_id, self._trouble)
+
+    def describe(self, span: Timed) -> None:
+        """What came of it, on its span. What is still answered afterwards is late, and counts nowhere."""
+        came_to = Counter(self._came_to.values())
+        span.set(at.BACKEND, self._name)
+        span.set(at.SWEEP, self._sweep.number)
+        span.set(at.CALLS, len(self._asked))
+        for disposition, name in _CALLS_OF.items():
+            span.set(name, came_to[disposition])
+        if self._outcome != OK:
+            span.failed(self._outcome)

@@ -35,11 +35,13 @@ from gym_ckpt_grpc.participants.reports import batches, covers, make_report, run
 from gym_ckpt_grpc.participants.slices import in_slices
 from gym_ckpt_grpc.participants.steps import Live, StepTracker, value_of
 from gym_ckpt_grpc.participants.task_identity import IdentityOf, TaskDigests
+from gym_ckpt_grpc.participants.work_counts import WorkCounts
 from gym_ckpt_grpc.protocol.errors import RetireIncomplete
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.telemetry.catalogue import HELD_RESPONSES, Instrument
 
 T = TypeVar("T")
 
@@ -78,6 +80,7 @@ class EnvironmentOwner(OwnerDefaults):
         self.admission = Admission(max_waiting=self.settings.max_waiting, clock=clock)
         self._blocking = Blocking(clock)
         self._steps = StepTracker(self.admission, self._blocking)
+        self._work = WorkCounts(self.admission, "turns")
         self._digests: dict[Live, TaskDigests] = {}
         self._restored: dict[str, EnvironmentRecord] = {}  # by rollout: the overlap rule allows one of each
         slots = self.settings.slots
@@ -137,6 +140,7 @@ class EnvironmentOwner(OwnerDefaults):
     async def close_admission(self, closing: Closing) -> None:
         self.admission.close()
         self._steps.close()
+        self._work.closed(closing.checkpoint_id)
 
     async def open_admission(self, opening: Opening) -> None:
         self.admission.open()
@@ -159,13 +163,19 @@ class EnvironmentOwner(OwnerDefaults):
             yield batch
 
     async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
+        self._work.begin_export()
         taken = [self._record_of(live, boundary) for live, boundary in self._steps.exported() if live.episode in scope]
         taken += [record for record in self._restored.values() if record.episode in scope]
         async for records in in_slices(record.to_record() for record in taken):
             yield RecordBatch(records)
 
+    def write_ended(self, checkpoint_id: str, durable: bool) -> None:
+        self._work.write_ended(checkpoint_id, durable)
+
     def _record_of(self, live: Live, boundary: Any) -> EnvironmentRecord:
         digests = self._digests[live]
+        if boundary is not None:
+            self._work.take(live.episode, live.turns)
         return EnvironmentRecord(live.episode, digests.whole, digests.fields, value_of(boundary, live.episode))
 
     async def stage(self, records: Sequence[Record], scope: RestoreScope) -> dict[EpisodeId, EnvironmentRecord]:
@@ -207,6 +217,9 @@ class EnvironmentOwner(OwnerDefaults):
     async def delete_restored(self, episode: EpisodeId) -> None:
         if self._restored_of(episode) is not None:
             del self._restored[episode.rollout_id]
+
+    def gauges(self) -> Mapping[Instrument, float]:
+        return {**self.admission.gauges(), HELD_RESPONSES: self._steps.held_ends}
 
     def _here(self, rollout_id: str) -> list[EpisodeId]:
         live = [each.episode for each in self._steps.of_rollout(rollout_id)]

@@ -7,6 +7,7 @@ from typing import Literal
 
 from gym_ckpt_grpc.participants.admission import HELD, Admission, GateRequest, Held, Visit
 from gym_ckpt_grpc.participants.names import DataPlaneNames
+from gym_ckpt_grpc.protocol.errors import ControlError
 
 _PASS = Visit()
 
@@ -34,6 +35,9 @@ class RouteGate:
 
     def reply_headers(self) -> Mapping[str, str]:
         return {}
+
+    def refused(self, error: ControlError) -> None:
+        self._admission.refused(error)
 
     def _attempt(self, request: GateRequest) -> Visit | Literal[Held.HELD]:
         self._admission.check_mark(request.episode)

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, Literal
 
 from gym_ckpt_grpc.control.budget import Budget
-from gym_ckpt_grpc.control.generation import Continuation
+from gym_ckpt_grpc.control.generation import Continuation, CutDisposition
 from gym_ckpt_grpc.participants.admission import HELD, Admission, GateRequest, Held, Visit, wait_for
 from gym_ckpt_grpc.participants.blocking import Blocking
 from gym_ckpt_grpc.participants.constrained import restart_reason
@@ -23,7 +23,7 @@ from gym_ckpt_grpc.participants.names import DataPlaneNames
 from gym_ckpt_grpc.participants.reports import covers, run_side_by_side
 from gym_ckpt_grpc.participants.request_digest import request_digest
 from gym_ckpt_grpc.participants.tickets import CallHooks, Ticket
-from gym_ckpt_grpc.protocol.errors import UsageError
+from gym_ckpt_grpc.protocol.errors import ControlError, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.report import BlockerReason
 
@@ -62,6 +62,7 @@ class PolicyGate:
             clock=admission.clock,
             backends=backends,
             tries=cut_tries,
+            stands=self._cut_stands,
         )
         self._admission = admission
         self._blocking = blocking
@@ -92,6 +93,13 @@ class PolicyGate:
             return {}
         identity = self._admission.port.identity
         return {self.names.gate_header: f"{identity.service}/{identity.incarnation_id}"}
+
+    def refused(self, error: ControlError) -> None:
+        self._admission.refused(error)
+
+    def _cut_stands(self, disposition: CutDisposition) -> None:
+        if self._admission.attached:
+            self._admission.port.recorder.event("generation_cut", disposition=disposition.name.lower())
 
     def _attempt(self, request: GateRequest, episode: EpisodeId) -> Ticket | Literal[Held.HELD]:
         self._admission.check_mark(episode)
@@ -243,6 +251,11 @@ class PolicyGate:
     def undelivered(self) -> Iterable[Ticket]:
         """The calls that a checkpoint counts as not made."""
         return [ticket for ticket in self._tickets.values() if ticket.undelivered]
+
+    @property
+    def held_replies(self) -> int:
+        """Replies that wait for the opening: whole ones, and streams that stand still."""
+        return len(self._sleepers)
 
     def counts(self) -> dict[str, int]:
         """inflight: tickets. held: undelivered ones while closed. paused: streams that stand still.

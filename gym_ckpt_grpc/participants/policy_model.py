@@ -36,6 +36,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.telemetry.catalogue import HELD_RESPONSES, Instrument
 
 RESTORE_LIMIT = 60.0
 """Seconds for a `stage` that no close came before, as in a test of an owner alone."""
@@ -82,7 +83,8 @@ class PolicyModelOwner(OwnerDefaults):
             backends=asked,
             cut_tries=self.settings.cut_tries,
         )
-        self._sweeper = CutSweeper(self._gate.cuts, asked, self.settings, clock=clock, service=self._service)
+        self._sweeper = CutSweeper(self._gate.cuts, asked, self.settings, clock=clock, port=self._port)
+        self._closed_for = ""
 
     def gate(self) -> PolicyGate:
         """The gate of the server's middleware."""
@@ -104,8 +106,8 @@ class PolicyModelOwner(OwnerDefaults):
     def _calls_of(self, rollout_id: str) -> list[Ticket]:
         return self._gate.of_rollout(rollout_id)
 
-    def _service(self) -> str:
-        return self.admission.port.identity.service
+    def _port(self) -> OwnerPort:
+        return self.admission.port
 
     # ---- StateOwner
 
@@ -115,7 +117,8 @@ class PolicyModelOwner(OwnerDefaults):
     async def close_admission(self, closing: Closing) -> None:
         self.admission.close()
         self._budget = closing.budget
-        self._state.made.begin(closing.checkpoint_id)
+        self._closed_for = closing.checkpoint_id
+        self._state.closed(closing.checkpoint_id)
         self._sweeper.start(closing)
 
     async def open_admission(self, opening: Opening) -> None:
@@ -123,7 +126,8 @@ class PolicyModelOwner(OwnerDefaults):
         self.admission.open()
         self._sweeper.stop()
         self._gate.open()
-        self._state.made.opened()
+        self._closed_for = ""
+        self._state.opened()
 
     def is_ready(self) -> bool:
         return not self._blocking
@@ -152,7 +156,9 @@ class PolicyModelOwner(OwnerDefaults):
         return self._state.commit_extra(records)
 
     def write_ended(self, checkpoint_id: str, durable: bool) -> None:
-        self._state.made.ended(checkpoint_id, durable)
+        if durable and checkpoint_id == self._closed_for:
+            self._gate.cuts.settled()
+        self._state.write_ended(checkpoint_id, durable)
 
     async def stage(self, records: Sequence[Record], scope: RestoreScope) -> StagedPolicy:
         return await self._state.stage(records, scope, self._budget)
@@ -183,3 +189,6 @@ class PolicyModelOwner(OwnerDefaults):
 
     async def delete_restored(self, episode: EpisodeId) -> None:
         await self._state.delete(episode)
+
+    def gauges(self) -> Mapping[Instrument, float]:
+        return {**self.admission.gauges(), HELD_RESPONSES: self._gate.held_replies}

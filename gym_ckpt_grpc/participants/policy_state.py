@@ -5,6 +5,7 @@ Source: participants sections 7.2, 8.4 and 8.5.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,9 +23,12 @@ from gym_ckpt_grpc.participants.policy_records import CutRecord, PolicyModelReco
 from gym_ckpt_grpc.participants.reports import batches, covers
 from gym_ckpt_grpc.participants.restored_cuts import RestoredCut, RestoredCuts
 from gym_ckpt_grpc.participants.tickets import Ticket
+from gym_ckpt_grpc.participants.work_counts import WorkCounts
 from gym_ckpt_grpc.protocol.errors import InvalidPhase
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.storage import Record
+
+log = logging.getLogger("gym_ckpt_grpc.participants")
 
 EXPORT_BATCH = 256
 """Attempts whose ledgers are read and frozen at a time."""
@@ -32,11 +36,12 @@ EXPORT_BATCH = 256
 
 @dataclass(slots=True)
 class StagedPolicy:
-    """What a Restore has built aside. activating: whether any of it may be live."""
+    """What a Restore has built aside. tokens: of a target's rows. activating: whether any of it may be live."""
 
     targets: tuple[EpisodeId, ...]
     cuts: Mapping[EpisodeId, Sequence[RestoredCut]] = field(default_factory=dict)
     rows: StagedRows | None = None
+    tokens: Mapping[EpisodeId, int] = field(default_factory=dict)
     activating: bool = False
 
 
@@ -65,9 +70,11 @@ class PolicyState:
         self._deleting: set[EpisodeId] = set()
         self._earlier: dict[int, set[str]] = {}  # by ticket: call ids under which it was begun before
         self._restored = RestoredCuts()
-        self._looks = BackendLooks(backends, self._restored, clock=clock)
+        self._looks = BackendLooks(backends, self._restored, clock=clock, lost=self._redone)
         self._releaser = Releaser(backends, release_retry_for, clock=clock)
         self.made = MadeCuts(self._releaser.release)
+        self._work = WorkCounts(admission, "tokens")
+        self._regenerating: dict[int, RestoredCut] = {}  # by ticket: the cut that it could not go on from
 
     # ---- CallHooks
 
@@ -79,16 +86,22 @@ class PolicyState:
         return episode in self._deleting
 
     def lease(self, ticket: Ticket) -> Continuation | None:
-        if self._restored.find(ticket) is None:
+        cut = self._restored.find(ticket)
+        if cut is None:
             return None
         backend = self._looks.known(ticket.backend)
         leased = backend and self._restored.lease(ticket, self._admission.port.identity.service, backend)
         if not leased:
+            self._regenerating[ticket.number] = cut
             self._looks.look()  # it may have newer weights by now, or not have answered yet
         return leased or None
 
     def left(self, ticket: Ticket, delivered: bool) -> None:
-        self._restored.settle(ticket.call_id, delivered)
+        used = self._restored.settle(ticket.call_id, delivered)
+        if used is not None:
+            self._work.add("continued", used.record.prefix_tokens)
+        elif self._regenerating and (cut := self._regenerating.pop(ticket.number, None)) and delivered:
+            self._redone(ticket.episode, cut)
         if ticket in self._calls_of(ticket.episode.rollout_id):  # it begins again, under another call id
             self._earlier.setdefault(ticket.number, set()).add(ticket.call_id)
         else:
@@ -103,6 +116,29 @@ class PolicyState:
     def release(self, backend: str, cut_ids: Sequence[str]) -> None:
         self.made.replaced(backend, cut_ids)
 
+    def _redone(self, episode: EpisodeId, cut: RestoredCut) -> None:
+        """The tokens of a cut are generated again: they count once."""
+        if not cut.redone:
+            cut.redone = True
+            self._work.redone(episode, cut.record.prefix_tokens)
+
+    # ---- checkpoints
+
+    def closed(self, checkpoint_id: str) -> None:
+        """Admission has closed."""
+        self.made.begin(checkpoint_id)
+        self._work.closed(checkpoint_id)
+
+    def opened(self) -> None:
+        """Admission is open."""
+        self.made.opened()
+        self._work.opened()
+
+    def write_ended(self, checkpoint_id: str, durable: bool) -> None:
+        """The fate of a checkpoint's records is known."""
+        self.made.ended(checkpoint_id, durable)
+        self._work.write_ended(checkpoint_id, durable)
+
     # ---- export
 
     async def export(self, scope: EpisodeScope) -> AsyncIterator[RecordBatch]:
@@ -114,6 +150,7 @@ class PolicyState:
         if self._thread is None:
             return
         self.made.begin_export()
+        self._work.begin_export()
         for listed in batches(scope, EXPORT_BATCH):
             episodes = [episode for episode in listed if not self._admission.refuses(episode)]
             left_out = self._undelivered_ids(episodes)
@@ -121,7 +158,10 @@ class PolicyState:
             # Looked at again: a call that began while the ledger was read may have a row in it.
             left_out |= self._undelivered_ids(episodes)
             cuts = {episode: self._cuts_of(episode) for episode in episodes}
-            yield RecordBatch(await self._thread.run(self._freeze, rows, cuts, left_out))
+            records, tokens = await self._thread.run(self._freeze, rows, cuts, left_out)
+            for episode, amount in tokens.items():
+                self._work.take(episode, amount)
+            yield RecordBatch(records)
 
     def _undelivered_ids(self, episodes: Iterable[EpisodeId]) -> set[str]:
         undelivered = [ticket for episode in episodes for ticket in self._undelivered(episode)]
@@ -167,15 +207,26 @@ class PolicyState:
         rows: Mapping[EpisodeId, Sequence[Row]],
         cuts: Mapping[EpisodeId, Sequence[CutRecord]],
         left_out: set[str],
-    ) -> list[Record]:
-        """On the ledger's thread."""
+    ) -> tuple[list[Record], dict[EpisodeId, int]]:
+        """Records, and the tokens in each. On the ledger's thread."""
         assert self._ledger is not None
         records = []
+        tokens = {}
         for episode, own_cuts in cuts.items():
             kept = [row for row in rows.get(episode, ()) if self._ledger.call_id(row) not in left_out]
             if kept or own_cuts:
                 records.append(PolicyModelRecord(episode, kept, own_cuts).to_record())
-        return records
+                tokens[episode] = self._tokens_of(kept) + sum(cut.prefix_tokens for cut in own_cuts)
+        return records, tokens
+
+    def _tokens_of(self, rows: Iterable[Row]) -> int:
+        """0 where the ledger cannot tell: what is only counted fails no checkpoint and no restore."""
+        assert self._ledger is not None
+        try:
+            return sum(map(self._ledger.tokens, rows))
+        except Exception:
+            log.warning("the tokens of captured calls are not counted: the ledger cannot tell", exc_info=True)
+            return 0
 
     def commit_extra(self, records: Sequence[Record]) -> CommitExtra:
         """The index of the staging keys that records name. Called in a thread."""
@@ -193,7 +244,7 @@ class PolicyState:
                 episodes = [each.episode for each in records]
                 raise InvalidPhase("this server has no capture ledger to put rows into", episodes=episodes)
             return staged
-        rows, cuts = await self._thread.run(self._read, pairs)
+        rows, cuts, staged.tokens = await self._thread.run(self._read, pairs)
         staged.cuts = cuts
         if wanted := [cut for of_target in cuts.values() for cut in of_target]:
             await self._looks.ask_all(wanted, budget)
@@ -202,8 +253,8 @@ class PolicyState:
 
     def _read(
         self, pairs: Sequence[tuple[Record, EpisodeId]]
-    ) -> tuple[dict[EpisodeId, list[Row]], dict[EpisodeId, list[RestoredCut]]]:
-        """Rows, stamped with who staged them, and cuts, by target. On the ledger's thread."""
+    ) -> tuple[dict[EpisodeId, list[Row]], dict[EpisodeId, list[RestoredCut]], dict[EpisodeId, int]]:
+        """Rows, stamped with who staged them, cuts, and tokens of the rows, by target. On the ledger's thread."""
         assert self._ledger is not None
         rows: dict[EpisodeId, list[Row]] = {}
         cuts: dict[EpisodeId, list[RestoredCut]] = {}
@@ -217,7 +268,7 @@ class PolicyState:
                 raise InvalidState(f"the record of {record.episode} has wrong rows: {error}", record.episode) from error
             rows[target] = [self._ledger.stamped(row, record.episode) for row in found.rows]
             cuts[target] = [RestoredCut(cut) for cut in found.cuts]
-        return rows, cuts
+        return rows, cuts, {target: self._tokens_of(of_target) for target, of_target in rows.items()}
 
     async def activate(self, staged: StagedPolicy) -> None:
         """Put rows, cuts and targets in place; the ledger fences the attempts they continue."""
@@ -226,7 +277,10 @@ class PolicyState:
             await self._thread.run(self._thread.ledger.activate, staged.rows)
         for target in staged.targets:
             self._targets[target.rollout_id] = target
-            self._restored.install(target, staged.cuts.get(target, ()))
+            cuts = staged.cuts.get(target, ())
+            self._restored.install(target, cuts)
+            tokens = staged.tokens.get(target, 0)
+            self._work.install(target, target, tokens, brought=tokens + sum(cut.record.prefix_tokens for cut in cuts))
         self._looks.drop_lost()
 
     async def discard(self, staged: StagedPolicy) -> None:
@@ -242,6 +296,7 @@ class PolicyState:
         for target in targets:
             self._remove_target(target)
             self._restored.drop(target)
+            self._work.drop(target)
 
     def _remove_target(self, episode: EpisodeId) -> None:
         if self._targets.get(episode.rollout_id) == episode:
@@ -258,6 +313,7 @@ class PolicyState:
         target = self._targets.get(retired.rollout_id)
         if target is not None and covers(retired, target):
             del self._targets[retired.rollout_id]
+        self._work.drop_covered(retired)
         self._restored.drop_covered(retired)
 
     def forget(self, through: EpisodeId) -> None:

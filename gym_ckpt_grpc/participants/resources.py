@@ -40,11 +40,12 @@ from gym_ckpt_grpc.participants.resource_sessions import (
 from gym_ckpt_grpc.participants.resources_state import ResourcesState, StagedSessions
 from gym_ckpt_grpc.participants.session_table import SessionTable
 from gym_ckpt_grpc.participants.verify_mode import ResourcesHooks, ResourcesMode, VerifyMode, check_hooks
-from gym_ckpt_grpc.protocol.errors import RetireIncomplete, RolloutIdRequired, StaleAttempt, StateNotFound
+from gym_ckpt_grpc.protocol.errors import ControlError, RetireIncomplete, RolloutIdRequired, StaleAttempt, StateNotFound
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.telemetry.catalogue import Instrument
 
 SESSION_COOKIE = "session"
 """Name of the cookie that carries the session id, unless the server says otherwise."""
@@ -125,6 +126,9 @@ class ResourcesOwner(OwnerDefaults):
 
     def reply_headers(self) -> Mapping[str, str]:
         return {}
+
+    def refused(self, error: ControlError) -> None:
+        self.admission.refused(error)
 
     def _session_id(self, request: GateRequest) -> str | None:
         if self.settings.tokens is not None and self._is_mcp(request):
@@ -344,3 +348,6 @@ class ResourcesOwner(OwnerDefaults):
             "retired_sessions": str(len(self._refused)),
             **self._state.precopy.counts(),
         }
+
+    def gauges(self) -> Mapping[Instrument, float]:
+        return self.admission.gauges()

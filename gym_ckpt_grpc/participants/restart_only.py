@@ -27,11 +27,12 @@ from gym_ckpt_grpc.participants.names import DataPlaneNames
 from gym_ckpt_grpc.participants.overlap import check_overlap
 from gym_ckpt_grpc.participants.reports import batches, covers, make_report, run_side_by_side
 from gym_ckpt_grpc.participants.steps import Live, StepTracker
-from gym_ckpt_grpc.protocol.errors import RetireIncomplete, RolloutIdRequired
+from gym_ckpt_grpc.protocol.errors import ControlError, RetireIncomplete, RolloutIdRequired
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.telemetry.catalogue import Instrument
 
 SEED_PATH = "/seed_session"
 WORK_PATHS = ("/run", "/v1/responses")
@@ -85,6 +86,9 @@ class RestartOnlyOwner(OwnerDefaults):
 
     def reply_headers(self) -> Mapping[str, str]:
         return {}
+
+    def refused(self, error: ControlError) -> None:
+        self.admission.refused(error)
 
     def _attempt(self, request: GateRequest, episode: EpisodeId) -> Visit | Literal[Held.HELD]:
         self.admission.check_mark(episode)
@@ -178,6 +182,9 @@ class RestartOnlyOwner(OwnerDefaults):
 
     def status_extra(self) -> Mapping[str, str]:
         return {"mode": "restart_only"}
+
+    def gauges(self) -> Mapping[Instrument, float]:
+        return self.admission.gauges()
 
 
 class _Tracked(Visit):

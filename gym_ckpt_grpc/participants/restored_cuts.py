@@ -17,11 +17,13 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId
 
 @dataclass(slots=True)
 class RestoredCut:
-    """A cut of an earlier process. presence: what each backend that was asked said. holder: call id of its lease."""
+    """A cut of an earlier process. presence: what each backend that was asked said. holder: call id of its lease.
+    redone: whether its tokens were counted as generated again."""
 
     record: CutRecord
     presence: dict[str, CutPresence] = field(default_factory=dict)
     holder: str = ""
+    redone: bool = False
 
     def is_lost(self, backends: Collection[str]) -> bool:
         """Whether each backend was asked, and none has it. Where there is no backend nothing can be known."""
@@ -76,14 +78,19 @@ class RestoredCuts:
         self._leases[ticket.call_id] = (ticket.episode, cut)
         return cut.record.continuation()
 
-    def settle(self, call_id: str, delivered: bool) -> None:
-        """The call has ended: its cut is used up if the reply was delivered, else offered again. Safe to repeat."""
+    def settle(self, call_id: str, delivered: bool) -> RestoredCut | None:
+        """The call has ended: its cut is used up if the reply was delivered, else offered again. Safe to repeat.
+
+        Gives the cut that was used up now.
+        """
         episode, cut = self._leases.pop(call_id, (None, None))
         if episode is None or cut is None:
-            return
+            return None
         cut.holder = ""
         if delivered:
             self._remove(episode, cut)
+            return cut
+        return None
 
     def _remove(self, episode: EpisodeId, cut: RestoredCut) -> None:
         cuts = self._cuts.get(episode, {})
@@ -96,8 +103,8 @@ class RestoredCuts:
         """What a checkpoint keeps of an attempt's restored cuts: also those leased to calls not delivered yet."""
         return [cut.record for cut in self._cuts.get(episode, {}).values()]
 
-    def drop_lost(self, backends: Collection[str]) -> int:
-        """Forget those that no backend has any more; how many."""
+    def drop_lost(self, backends: Collection[str]) -> list[tuple[EpisodeId, RestoredCut]]:
+        """Forget those that no backend has any more, and give them with their attempts."""
         lost = [
             (episode, cut)
             for episode, cuts in self._cuts.items()
@@ -106,7 +113,7 @@ class RestoredCuts:
         ]
         for episode, cut in lost:
             self._remove(episode, cut)
-        return len(lost)
+        return lost
 
     def drop(self, episode: EpisodeId) -> None:
         """Forget the cuts of exactly this attempt."""

@@ -85,7 +85,11 @@ class EpisodeDeadline:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """One live episode. boundary: a value, a function that gives it, or None (start over from input)."""
+    """One live episode. boundary: a value, a function that gives it, or None (start over from input).
+
+    turns: what was done of it in this process, as boundaries behind its first: that one stands for its beginning, or
+    for what was restored. -1 before the first.
+    """
 
     key: Hashable
     episode: EpisodeId
@@ -93,6 +97,7 @@ class Live:
     ended: asyncio.Future[None]
     deadline: Deadline | None = None
     boundary: Any = None
+    turns: int = field(default=-1, init=False)
     restart: bool = False
     retired: bool = False
     finishing: bool = False
@@ -120,6 +125,8 @@ class StepTracker:
     _opened: asyncio.Event = field(default_factory=asyncio.Event)
     _restarts: dict[Hashable, EpisodeId] = field(default_factory=dict)
     _late_marks: list[Live] = field(default_factory=list)
+    held_ends: int = 0
+    """Ended executions whose callers hear of it once the checkpoint is over."""
     _by_rollout: dict[str, dict[Hashable, Live]] = field(default_factory=dict)
 
     def begin(
@@ -187,6 +194,7 @@ class StepTracker:
         """
         self._check_retired(live)
         live.boundary, live.step_over = state, False
+        live.turns += 1
         if not self.admission.closed or live.restart:
             self._enter(live, StepState.RUNNING)
         else:
@@ -294,7 +302,11 @@ class StepTracker:
     async def hold_end(self, live: Live) -> None:
         """After such a step, keep the failure from the caller until the checkpoint is over, or a retire."""
         while self.admission.closed and live.step_over and not live.retired:
-            await self._asleep(live)
+            self.held_ends += 1
+            try:
+                await self._asleep(live)
+            finally:
+                self.held_ends -= 1
 
     # ---- closing, opening, retiring
 

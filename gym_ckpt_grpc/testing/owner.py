@@ -19,6 +19,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import MAX_LISTED, Blocker, BlockerReason, PrepareReport
 from gym_ckpt_grpc.storage import Record, encode
+from gym_ckpt_grpc.telemetry.catalogue import Instrument
 from gym_ckpt_grpc.testing.gates import Gate
 
 SCHEMA = "fake"
@@ -31,7 +32,7 @@ class FakeOwner(OwnerDefaults):
 
     Episodes are `live` (state by episode), of which `running` block and `restarts` cannot be captured. `pending`
     are those that a restore installed and nothing has started. `left_out` turn out to be gone at the export. Each
-    hook passes its gate, which a test can hold or fail. `open` is its admission.
+    hook passes its gate, which a test can hold or fail. `open` is its admission. `shown` are its gauges.
     """
 
     def __init__(self, kind: ParticipantKind = ParticipantKind.RESOURCES) -> None:
@@ -46,6 +47,7 @@ class FakeOwner(OwnerDefaults):
         self.retired: list[EpisodeId] = []
         self.released: list[EpisodeId] = []
         self.extra: dict[str, str] = {}
+        self.shown: dict[Instrument, float] = {}
         self.reports = 0
         self.closes, self.opens, self.exports, self.stages = Gate(), Gate(), Gate(), Gate()
         self.activates, self.retires, self.deletes, self.releases = Gate(), Gate(), Gate(), Gate()
@@ -198,3 +200,6 @@ class FakeOwner(OwnerDefaults):
 
     def status_extra(self) -> Mapping[str, str]:
         return dict(self.extra)
+
+    def gauges(self) -> Mapping[Instrument, float]:
+        return self.shown

@@ -23,6 +23,7 @@ from gym_ckpt_grpc.control import (
 from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.storage import FileLayer, path_to_uri
+from gym_ckpt_grpc.telemetry import Telemetry
 from gym_ckpt_grpc.testing.client import ParticipantClient
 
 QUICK = ControlSettings(watch_interval=0.02, status_interval=0.02)
@@ -75,17 +76,18 @@ async def serve(
     settings: ControlSettings = QUICK,
     clock: Clock = time.monotonic,
     files: FileLayer | None = None,
+    telemetry: Telemetry | None = None,
     **serving: Any,
 ) -> AsyncIterator[Served]:
     """Serve an owner on loopback, or on `unix:path`, with a client connected to it.
 
     roots: directories or `file://` URIs that Commit and Restore may use; the client's storage URIs lie under the
-    first one. token, observer_token: asked for if given. `serving` goes to ParticipantServer. Every step that an
-    owner holds up must be let go before the block ends.
+    first one. token, observer_token: asked for if given. telemetry: the participant's. `serving` goes to
+    ParticipantServer. Every step that an owner holds up must be let go before the block ends.
     """
     uris = [path_to_uri(str(root)) if isinstance(root, Path) else root for root in roots]
     identity = ParticipantIdentity(owner.kind, service, instance)
-    plane = ControlPlane(owner, identity, roots=uris, settings=settings, clock=clock, files=files)
+    plane = ControlPlane(owner, identity, roots=uris, settings=settings, clock=clock, files=files, telemetry=telemetry)
     controller = _source(token)
     authenticator = _authenticator(controller, _source(observer_token))
     server = ParticipantServer(plane, address, authenticator=authenticator, **serving)

@@ -168,7 +168,7 @@ async def test_two_credentials_or_another_scheme_are_401(rig: Rig) -> None:
         assert sent[0]["status"] == 401
 
 
-async def test_a_token_file_is_read_again(rig: Rig, tmp_path: Path) -> None:
+async def test_a_token_file_is_read_again(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "token"
     path.write_text("first\n")
     token = TokenFile(path)
@@ -181,7 +181,7 @@ async def test_a_token_file_is_read_again(rig: Rig, tmp_path: Path) -> None:
     assert (await status("first"), await status("second")) == (200, 401)
     path.write_text("second, and longer")
     path.write_text("second")
-    token._checked = 0.0  # as if its time had come
+    monkeypatch.setattr(token, "stale", lambda: True)  # its time has come
     assert (await status("first"), await status("second")) == (401, 200)
 
 

@@ -237,6 +237,7 @@ async def test_the_next_attempt_resolves_its_parents_in_the_rows_of_the_one_befo
         ("r-a1", "r-a1/c2"),
     ]
     assert [last.call_id(row) for row in exported] == ["c0", "c1", "f", "c2"]
+    assert [last.tokens(row) for row in exported] == [5, 5, 0, 5]
     after = await last.resolve("r-a2", [*conversation, said("a2"), user("q3")])
     assert after.match is not None
     assert after.match.staging_chain == ("r/c0", "r/c1", "r-a1/c2")

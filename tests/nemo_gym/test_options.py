@@ -93,6 +93,14 @@ def test_the_token_and_the_leave_to_do_without_tls_are_the_deployments(value: st
     assert options_of(changed("gym_ckpt.allow_insecure", True), "counter").allow_insecure
 
 
+def test_certificates_roles_and_the_audit_log_are_the_deployments() -> None:
+    files = {name: f"/run/{name}" for name in ("tls_cert", "tls_key", "client_ca", "roles_file", "audit_log")}
+    config = copy.deepcopy(CONFIG)
+    config["gym_ckpt"] |= files
+    found = options_of(config, "counter")
+    assert {name: getattr(found, name) for name in files} == files
+
+
 @pytest.mark.parametrize(
     ("place", "value", "named"),
     [
@@ -108,6 +116,11 @@ def test_the_token_and_the_leave_to_do_without_tls_are_the_deployments(value: st
         ("gym_ckpt.root", 3, "gym_ckpt.root"),
         ("gym_ckpt.token_file", "", "gym_ckpt.token_file"),
         ("gym_ckpt.token_file", 3, "gym_ckpt.token_file"),
+        ("gym_ckpt.tls_cert", "/x", "gym_ckpt.tls_key"),
+        ("gym_ckpt.tls_key", "/x", "gym_ckpt.tls_key"),
+        ("gym_ckpt.client_ca", "/x", "gym_ckpt.client_ca"),
+        ("gym_ckpt.roles_file", "/x", "gym_ckpt.roles_file"),
+        ("gym_ckpt.audit_log", 3, "gym_ckpt.audit_log"),
         ("gym_ckpt.allow_insecure", "yes", "gym_ckpt.allow_insecure"),
         ("gym_ckpt.instances.counter.contrl", "x", "gym_ckpt.instances.counter.contrl"),
         ("gym_ckpt.instances.counter.control", None, "gym_ckpt.instances.counter.control"),

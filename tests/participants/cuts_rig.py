@@ -41,6 +41,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.machine import Call as ControlCall
 from gym_ckpt_grpc.protocol.phases import Operation
+from gym_ckpt_grpc.telemetry import Telemetry
 from tests.participants.fakes import App, Call, FakePort, call
 from tests.random.virtual_time import VirtualLoop, run
 
@@ -334,7 +335,12 @@ class CallsRig:
 class CutsRig(CallsRig):
     """Gate and sweeper, without the owner around them."""
 
-    def __init__(self, *backends: FakeBackend, settings: PolicyModelSettings | None = None) -> None:
+    def __init__(
+        self,
+        *backends: FakeBackend,
+        settings: PolicyModelSettings | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
         settings = settings or PolicyModelSettings()
         self.backends = {backend.name: backend for backend in backends}
         self.clock = loop().time
@@ -350,8 +356,8 @@ class CutsRig(CallsRig):
             cut_tries=settings.cut_tries,
         )
         super().__init__(gate)
-        self.sweeper = CutSweeper(gate.cuts, self.backends, settings, clock=self.clock, service=lambda: "policy")
-        self.port = TellingPort(ParticipantKind.POLICY_MODEL)
+        self.port = TellingPort(ParticipantKind.POLICY_MODEL, telemetry=telemetry)
+        self.sweeper = CutSweeper(gate.cuts, self.backends, settings, clock=self.clock, port=lambda: self.port)
         self.admission.attach(self.port)
         self._closings = 0
 
@@ -389,7 +395,7 @@ class CutsRig(CallsRig):
 class PreparedRig(CallsRig):
     """A whole policy model owner with a ledger in a directory, under a control plane."""
 
-    def __init__(self, directory: Path, *backends: FakeBackend) -> None:
+    def __init__(self, directory: Path, *backends: FakeBackend, telemetry: Telemetry | None = None) -> None:
         self.owner = PolicyModelOwner(
             ledger=CaptureLedger(directory),
             backends={backend.name: backend for backend in backends},
@@ -397,7 +403,7 @@ class PreparedRig(CallsRig):
         )
         super().__init__(self.owner.gate())
         identity = ParticipantIdentity(ParticipantKind.POLICY_MODEL, "policy")
-        self.plane = ControlPlane(self.owner, identity, clock=loop().time)
+        self.plane = ControlPlane(self.owner, identity, clock=loop().time, telemetry=telemetry)
 
     async def prepare(self, ready_within: float = READY, deadline: float = 600.0) -> PrepareReply:
         """deadline: of the call, which may be far away."""

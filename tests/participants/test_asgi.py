@@ -21,7 +21,7 @@ from gym_ckpt_grpc.participants import (
     Visit,
 )
 from gym_ckpt_grpc.participants.gates import RouteGate
-from gym_ckpt_grpc.protocol.errors import AdmissionClosed, InvalidPhase, RolloutIdRequired
+from gym_ckpt_grpc.protocol.errors import AdmissionClosed, ControlError, InvalidPhase, RolloutIdRequired
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from tests.participants.fakes import R1, App, Call, FakePort, R, call, close, reopen, retire, spin
 
@@ -283,6 +283,9 @@ class NotedGate:
 
     def reply_headers(self) -> Mapping[str, str]:
         return {}
+
+    def refused(self, error: ControlError) -> None:
+        self.gate.refused(error)
 
 
 async def test_a_kept_path_reaches_the_application_and_the_gate_sees_the_rest_of_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gym_ckpt_grpc.participants import DataPlaneNames, Gate, GateRequest, Visit
+from gym_ckpt_grpc.protocol.errors import ControlError
 
 INNER_HEADER = "x-gymckpt-inner"
 """Marks a call of a server to itself, from a request that is counted already."""
@@ -33,3 +34,6 @@ class SelfCalls:
 
     def reply_headers(self) -> Mapping[str, str]:
         return self._gate.reply_headers()
+
+    def refused(self, error: ControlError) -> None:
+        self._gate.refused(error)

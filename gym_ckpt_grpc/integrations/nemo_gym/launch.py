@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from gym_ckpt_grpc.integrations.nemo_gym.classes import checkpointed
 from gym_ckpt_grpc.integrations.nemo_gym.main_block import served_class
-from gym_ckpt_grpc.integrations.nemo_gym.options import BLOCK, KINDS, Options, options_of, server_block
+from gym_ckpt_grpc.integrations.nemo_gym.options import BLOCK, FILES, KINDS, Options, options_of, server_block
 from gym_ckpt_grpc.protocol.errors import InvalidArgument, UsageError, Violation
+from gym_ckpt_grpc.telemetry import exporting, unwinding_sigterm
+from gym_ckpt_grpc.telemetry.configuring import VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,20 @@ class Launch:
                 self.options.service,
                 self.options.control,
             )
-        self.server.run_webserver()
+        with _exporting(self.options.service if self.options else self.instance):
+            self.server.run_webserver()
+
+
+@contextlib.contextmanager
+def _exporting(service: str) -> Iterator[None]:
+    """What GYM_CKPT_TELEMETRY asks for, unless the framework exports: its own providers are used then."""
+    from nemo_gym.telemetry import is_telemetry_env_enabled
+
+    if not os.environ.get(VARIABLE) or is_telemetry_env_enabled():
+        yield
+        return
+    with unwinding_sigterm(), exporting(service):
+        yield
 
 
 def launched(
@@ -175,8 +191,10 @@ def _options(config: dict[str, Any], instance: str, given: Mapping[str, Any], ow
             instances[instance] = {**(instances.get(instance) or {}), **chosen}
             block = {**block, **{key: value for key, value in given.items() if value}, "instances": instances}
     options = options_of({**config, BLOCK: block}, instance)
-    if options.token_file is not None and not os.path.isabs(options.token_file):
-        _refuse(f"{BLOCK}.token_file", f"is {options.token_file!r:.200}, no absolute path")
+    for name in FILES:
+        file = getattr(options, name)
+        if file is not None and not os.path.isabs(file):
+            _refuse(f"{BLOCK}.{name}", f"is {file!r:.200}, no absolute path")
     return options
 
 

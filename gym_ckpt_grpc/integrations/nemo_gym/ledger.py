@@ -183,6 +183,10 @@ class NemoLedger(AttemptRows):
         """(capture key of its stamp or "", staging key) of a row with tokens; None for a failure."""
         return (row.get("capture_key", ""), row["record"]["staging_key"]) if "record" in row else None
 
+    def tokens(self, row: Row) -> int:
+        """Tokens that its call has added; 0 for a failure."""
+        return int(row["record"].get("delta_len", 0)) if "record" in row else 0
+
     def stamped(self, row: Row, episode: EpisodeId) -> Row:
         """The row with the capture key of `episode` as who staged it; a stamp is kept, failures have none."""
         if "record" not in row or row.get("capture_key"):

@@ -26,6 +26,8 @@ KINDS: Mapping[str, str] = {
 }
 """Type of a server in the framework's configuration -> its kind of participant."""
 
+FILES = ("token_file", "tls_cert", "tls_key", "client_ca", "roles_file", "audit_log")
+"""Keys of the deployment that name files, by absolute paths: servers are started in directories of their own."""
 
 _RESOURCES_MODES = tuple(each.value for each in ResourcesMode)
 _MODES: Mapping[str, Collection[str]] = {"agent": (ResourcesMode.RESTART_ONLY.value,), "policy_model": ()}
@@ -42,6 +44,8 @@ class Options:
     ResourcesMode and VerifyMode; None: what is known of the class. hooks: `module:Class` of its state, made with the
     server as its argument. server_class: name of the class that is served, where a module has several. policy: names
     of the model instances whose calls are an agent's generations. allow_insecure: serve plain text beyond this host.
+    tls_cert, tls_key, client_ca: files of the control server, see `auth.ServerTls`. roles_file: which role the names in
+    clients' certificates have. audit_log: file that gets a line for each mutating call.
     ends_on_verify: whether a verify that succeeds ends its session; None: what the hooks say, else it does.
     """
 
@@ -57,6 +61,11 @@ class Options:
     server_class: str | None = None
     policy: tuple[str, ...] = ()
     allow_insecure: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    client_ca: str | None = None
+    roles_file: str | None = None
+    audit_log: str | None = None
     ends_on_verify: bool | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +80,9 @@ class Options:
             ("mode", self.mode and _not_among(self.mode, _MODES.get(self.kind, _RESOURCES_MODES))),
             ("verify", self.verify and _not_among(self.verify, [each.value for each in VerifyMode])),
             ("hooks", self.hooks and _hooks_problem(self.hooks)),
+            ("tls_key", None if bool(self.tls_cert) is bool(self.tls_key) else "needs tls_cert, and that needs it"),
+            ("client_ca", "needs tls_cert and tls_key" if self.client_ca and not self.tls_cert else None),
+            ("roles_file", "needs client_ca" if self.roles_file and not self.client_ca else None),
         ):
             if problem:
                 _refuse(name, problem)
@@ -83,7 +95,7 @@ def options_of(config: Mapping[str, Any], instance: str) -> Options:
     """
     block = _mapping(config.get(BLOCK), BLOCK)
     instances = _mapping(block.get("instances"), f"{BLOCK}.instances")
-    _check_keys(block, {"root", "token_file", "allow_insecure", "instances"}, BLOCK)
+    _check_keys(block, {"root", *FILES, "allow_insecure", "instances"}, BLOCK)
     for name in instances:
         if name not in config:
             _refuse(f"{BLOCK}.instances.{name}", "names no instance of the configuration")
@@ -96,7 +108,7 @@ def options_of(config: Mapping[str, Any], instance: str) -> Options:
             _refuse(f"{place}.{key}", f"is for a server of kind {_ONLY_OF[key]}; this one is {KINDS[server_type]}")
     values: dict[str, Any] = {
         "root": _value(block, "root", BLOCK, str),
-        "token_file": _value(block, "token_file", BLOCK, str),
+        **{name: _value(block, name, BLOCK, str) for name in FILES},
         "allow_insecure": _value(block, "allow_insecure", BLOCK, bool),
         "policy": _policy(own, server, config, place),
     }
@@ -106,7 +118,7 @@ def options_of(config: Mapping[str, Any], instance: str) -> Options:
         return Options(instance=instance, kind=KINDS[server_type], **given)
     except InvalidArgument as error:
         (wrong,) = error.violations
-        _refuse(f"{BLOCK if wrong.field == 'root' else place}.{wrong.field}", wrong.description)
+        _refuse(f"{BLOCK if wrong.field in ('root', *FILES) else place}.{wrong.field}", wrong.description)
 
 
 _INSTANCE_KEYS: Mapping[str, tuple[str, type | None]] = {

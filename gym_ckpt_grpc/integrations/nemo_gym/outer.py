@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from gym_ckpt_grpc.integrations.asgi import STATE_KEY, App, Message, Receive, Refusal, Scope, Send
+from gym_ckpt_grpc.integrations.asgi import STATE_KEY, App, Counted, Message, Receive, Refusal, Scope, Send
 from gym_ckpt_grpc.integrations.body_identity import whole_body
 from gym_ckpt_grpc.integrations.nemo_gym.names import NAMES, UNTAGGED_HEADER, episode_of_body
 from gym_ckpt_grpc.protocol.errors import InvalidArgument
@@ -25,6 +25,7 @@ class IdentityMiddleware:
 
     It is the path's, else what the body names on the routes of `bodies` (ends of paths). honours_untagged: a request
     marked with UNTAGGED_HEADER has no episode. kept: fields of those bodies that are put there under SEED_KEY as well.
+    counted: told of a refusal, since the gate never sees such a request.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class IdentityMiddleware:
         bodies: Sequence[str] = (),
         honours_untagged: bool = False,
         kept: Sequence[str] = (),
+        counted: Counted | None = None,
     ) -> None:
         self._app = app
         self._bodies = tuple(bodies)
         self._honours_untagged = honours_untagged
         self._kept = tuple(kept)
+        self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +62,7 @@ class IdentityMiddleware:
                     state[SEED_KEY] = {name: content[name] for name in self._kept if name in content}
                 receive = _again(messages, receive)
         except InvalidArgument as error:
-            await Refusal(error)(scope, receive, send)
+            await Refusal(error, counted=self._counted)(scope, receive, send)
             return
         state[STATE_KEY] = None if self._honours_untagged and _is_untagged(scope) else episode
         await self._app({**scope, "state": state}, receive, send)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
 from starlette.middleware import Middleware
 
-from gym_ckpt_grpc.auth import Authenticator, Role, TokenFile
+from gym_ckpt_grpc.auth import Authenticator, NamedRolesFile, Role, ServerTls, TokenFile
 from gym_ckpt_grpc.control import ControlPlane, ParticipantServer, StateOwner
 from gym_ckpt_grpc.integrations.asgi import CheckpointMiddleware, answer_refusal
 from gym_ckpt_grpc.integrations.nemo_gym.names import BYPASS
@@ -17,6 +18,7 @@ from gym_ckpt_grpc.integrations.nemo_gym.outer import IdentityMiddleware
 from gym_ckpt_grpc.participants import Gate
 from gym_ckpt_grpc.protocol.errors import ControlError, UsageError
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
+from gym_ckpt_grpc.telemetry.ending import EXIT_LIMIT
 
 T = TypeVar("T")
 
@@ -61,7 +63,9 @@ class Embedding:
             return
         setattr(app.state, _KEPT, self)
         app.add_exception_handler(ControlError, answer_refusal)
-        identity = Middleware(IdentityMiddleware, bodies=bodies, kept=kept, honours_untagged=honours_untagged)
+        identity = Middleware(
+            IdentityMiddleware, bodies=bodies, kept=kept, honours_untagged=honours_untagged, counted=gate.refused
+        )
         gated = Middleware(
             CheckpointMiddleware, gate=gate, bypass=(*BYPASS, *bypass), keep_path=True, post_only=(MCP_PATH,)
         )
@@ -84,13 +88,36 @@ class Embedding:
     async def served(self) -> AsyncIterator[ParticipantServer]:
         """The control server, for as long as the block lasts."""
         options = self.options
-        token = options.token_file
-        tokens = Authenticator({Role.CONTROLLER: TokenFile(token)}) if token is not None else None
         identity = ParticipantIdentity(self.owner.kind, options.service)
         plane = ControlPlane(self.owner, identity, roots=[options.root])
-        server = ParticipantServer(plane, options.control, authenticator=tokens, allow_insecure=options.allow_insecure)
-        async with server:
-            yield server
+        server = ParticipantServer(
+            plane,
+            options.control,
+            authenticator=_authenticator(options),
+            allow_insecure=options.allow_insecure,
+            tls=_tls(options),
+            audit_log=options.audit_log,
+        )
+        try:
+            async with server:
+                yield server
+        finally:
+            # The framework shuts its providers down next, if these are its own: what has ended is handed over before.
+            await asyncio.to_thread(plane.telemetry.flush, EXIT_LIMIT)
+
+
+def _authenticator(options: Options) -> Authenticator | None:
+    """Who is let in; None: everyone on this host."""
+    tokens = {Role.CONTROLLER: TokenFile(options.token_file)} if options.token_file is not None else {}
+    if options.roles_file is not None:
+        return Authenticator(tokens, certificates=NamedRolesFile(options.roles_file))
+    return Authenticator(tokens) if tokens else None
+
+
+def _tls(options: Options) -> ServerTls | None:
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    return ServerTls(options.tls_cert, options.tls_key, client_ca=options.client_ca)
 
 
 def _add_when_built(app: Any, outer: Sequence[Middleware], inner: Sequence[Middleware]) -> None:

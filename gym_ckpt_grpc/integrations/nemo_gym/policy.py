@@ -24,7 +24,7 @@ from gym_ckpt_grpc.integrations.nemo_gym.ledger import CALL_NAMED, NemoLedger, l
 from gym_ckpt_grpc.integrations.nemo_gym.names import NAMES
 from gym_ckpt_grpc.integrations.nemo_gym.participant import Embedding, check_workers, kept, options_of_server
 from gym_ckpt_grpc.participants import DataPlaneNames, Gate, GateRequest, PolicyModelOwner, Visit
-from gym_ckpt_grpc.protocol.errors import UsageError
+from gym_ckpt_grpc.protocol.errors import ControlError, UsageError
 
 LEDGER = f"{NemoLedger.__module__}:{NemoLedger.__name__}"
 """What `token_id_capture.lineage_store` says for rows that checkpoints keep."""
@@ -105,3 +105,6 @@ class _NamedCalls:
 
     def reply_headers(self) -> Mapping[str, str]:
         return self._gate.reply_headers()
+
+    def refused(self, error: ControlError) -> None:
+        self._gate.refused(error)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.control import EpisodeListKind, open_channel, wire
 from gym_ckpt_grpc.protocol.errors import ControlError, ErrorCode, GymCkptError
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
@@ -47,6 +47,7 @@ class Target:
     expendable: tuple[EpisodeId, ...]
     ready_within: float
     allow_insecure: bool
+    tls: ClientTls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,11 @@ class Context:
         """Another client, with another token or by another way."""
         target = self.target
         channel = open_channel(
-            address or target.address, token=token, allow_insecure=target.allow_insecure, dedicated=True
+            address or target.address,
+            token=token,
+            allow_insecure=target.allow_insecure,
+            tls=target.tls,
+            dedicated=True,
         )
         async with channel:
             yield ParticipantClient(channel, root=target.root, epoch=self.epoch, controller=CONTROLLER)

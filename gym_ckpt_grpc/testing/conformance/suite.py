@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import grpc
 
-from gym_ckpt_grpc.auth import TokenSource, TokenValue
+from gym_ckpt_grpc.auth import ClientTls, TokenSource, TokenValue
 from gym_ckpt_grpc.control import open_channel, wire
 from gym_ckpt_grpc.protocol.errors import CheckpointConflict, GymCkptError, Unauthenticated, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
@@ -50,6 +50,7 @@ async def run_conformance(
     only: Sequence[str] = (),
     ready_within: float = 5.0,
     allow_insecure: bool = False,
+    tls: ClientTls | None = None,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> Report:
     """Drive a running participant through the behaviours, over the wire only.
@@ -74,8 +75,9 @@ async def run_conformance(
         tuple(expendable),
         ready_within,
         allow_insecure,
+        tls,
     )
-    channel = open_channel(address, token=target.token, allow_insecure=allow_insecure)
+    channel = open_channel(address, token=target.token, allow_insecure=allow_insecure, tls=tls)
     async with channel:
         context = Context(target, channel, await _first_look(ParticipantClient(channel), address))
         await context.client.resume(context.new_id())  # from here on its epoch is obeyed; needs the right role
