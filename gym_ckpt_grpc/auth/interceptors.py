@@ -1,43 +1,14 @@
-"""Both halves of authentication on the wire."""
+"""The client's half of tokens on the wire; the server's is in control, beside its other interceptors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
-from gym_ckpt_grpc.auth.tokens import Authenticator, TokenSource
-from gym_ckpt_grpc.protocol.errors import Unauthenticated
-
-
-class AuthServerInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses a call before its message is read. Stands inside the errors interceptor, which answers."""
-
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        if self._authenticator.stale():
-            await asyncio.to_thread(self._authenticator.refresh)
-        method = _text(handler_call_details.method)
-        metadata = tuple(handler_call_details.invocation_metadata or ())
-        try:
-            self._authenticator.check(method, metadata)
-        except Unauthenticated:
-            # A token replaced a moment ago must not fail a call.
-            await asyncio.to_thread(self._authenticator.refresh)
-            self._authenticator.check(method, metadata)
-        return await continuation(handler_call_details)
-
-
-def _text(method: object) -> str:
-    return method.decode("utf-8", "replace") if isinstance(method, bytes) else str(method)
+from gym_ckpt_grpc.auth.tokens import TokenSource
 
 
 class _Core:

@@ -72,3 +72,10 @@ ROLES: dict[str, frozenset[Role]] = {
 """Full method name -> roles that may call it."""
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+
+_PEER_READS = frozenset(f"/gymckpt.v1.GenerationService/{name}" for name in ("GetBackend", "CheckCuts"))
+
+
+def is_reading(method: str) -> bool:
+    """Whether a method is known to change nothing. One that is in no table is taken for one that may."""
+    return Role.OBSERVER in ROLES.get(method, ()) or method in _PEER_READS

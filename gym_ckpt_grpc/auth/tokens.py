@@ -1,4 +1,4 @@
-"""Bearer tokens: where they come from, and the check of one call's credentials.
+"""Bearer tokens: where they come from.
 
 A token is never part of a repr, an error or a log line. Files are read again when they change; a trailing
 newline is not part of the token.
@@ -6,19 +6,14 @@ newline is not part of the token.
 
 from __future__ import annotations
 
-import hmac
 import os
 import re
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol, Self
 
-from gym_ckpt_grpc.auth.roles import HEALTH_PREFIX, ROLES, Role
-from gym_ckpt_grpc.protocol.errors import PermissionDenied, Unauthenticated
+from gym_ckpt_grpc.auth.files import REFRESH_SECONDS, FileProblem, Kept
 
-REFRESH_SECONDS = 1.0
-"""How long a token file's content is used before its change time is looked at again."""
 MAX_TOKEN = 4096
 """Bytes of a token: with all else it must fit the 8 KiB that metadata may have."""
 _TOKEN = re.compile(rb"[!-~]+\Z")
@@ -47,7 +42,10 @@ class TokenSource(Protocol):
 
 
 class TokenValue:
-    """A token given as a value, for tests and for one read from the environment. Raises ValueError for a bad one."""
+    """A token given as a value, for tests and for one read from the environment. Raises ValueError for a bad one.
+
+    It is not pickled, since a token must not travel by accident; pass a TokenFile on to another process.
+    """
 
     def __init__(self, value: str) -> None:
         self._value = value.strip().encode()
@@ -66,85 +64,54 @@ class TokenValue:
     def __repr__(self) -> str:
         return "TokenValue(...)"
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a TokenValue holds a token and is not pickled; a TokenFile can be")
+
 
 class TokenFile:
-    """A token in a file. Raises ValueError at the start, naming the file, if it has no usable token."""
+    """A token in a file, read again when it changes; blanks and line ends around it are no part of it.
+
+    Raises ValueError at the start, naming the file, if it has no usable token. Later the last usable one serves, with
+    one warning. Replace it by renaming another file over it: half of a token cannot be told from a whole one.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._stamp: tuple[int, int, int] | None = None
-        self._value = b""
-        self._checked = 0.0
-        self._problem: str | None = "is missing or unreadable"
-        self.refresh()
-        if self._problem:
-            raise ValueError(f"token file {self._path} {self._problem}")
+        self._kept = Kept("token file", [self._path], self._usable)
+
+    def _usable(self, contents: Sequence[bytes]) -> bytes:
+        value = contents[0].strip()
+        if problem := token_problem(value):
+            raise FileProblem(f"token file {self._path} {problem}")
+        return value
 
     def token(self) -> bytes:
-        return self._value
+        return self._kept.value
 
     def stale(self) -> bool:
-        return time.monotonic() - self._checked >= REFRESH_SECONDS
+        return self._kept.age() >= REFRESH_SECONDS
 
     def refresh(self) -> None:
-        self._checked = time.monotonic()
-        try:
-            stat = self._path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
-            if stamp != self._stamp:
-                value = self._path.read_bytes().strip()
-                self._stamp, self._problem = stamp, token_problem(value)
-                if self._problem is None:
-                    self._value = value
-        except OSError:
-            return  # a file that is being replaced: the old token serves until the new one is there
+        self._kept.refresh()
 
     def __repr__(self) -> str:
         return f"TokenFile({str(self._path)!r})"
 
-
-class Authenticator:
-    """Checks a call's credentials against one token per role.
-
-    open_health: whether health checks need no credentials.
-    """
-
-    def __init__(self, tokens: Mapping[Role, TokenSource], *, open_health: bool = False) -> None:
-        if not tokens:
-            raise ValueError("at least one role needs a token")
-        self._tokens = dict(tokens)
-        self._open_health = open_health
-
-    def stale(self) -> bool:
-        return any(source.stale() for source in self._tokens.values())
-
-    def refresh(self) -> None:
-        """Read token files again; blocking."""
-        for source in self._tokens.values():
-            source.refresh()
-
-    def check(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Raise Unauthenticated or PermissionDenied unless these credentials may call this method."""
-        if self._open_health and method.startswith(HEALTH_PREFIX):
-            return
-        role = self._role(_bearer(metadata))
-        if role is None:
-            raise Unauthenticated("no valid credentials")
-        if role not in ROLES.get(method, frozenset()):
-            raise PermissionDenied(f"role {role} may not call {method[:200]}")
-
-    def _role(self, presented: bytes | None) -> Role | None:
-        found = None
-        for role, source in self._tokens.items():  # every token is compared, so timing tells nothing
-            if presented is not None and hmac.compare_digest(presented, source.token()):
-                found = found or role
-        return found
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str]]:
+        return TokenFile, (str(self._path),)  # another process reads it for itself
 
 
-def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> bytes | None:
+def bearer_of(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[bool, bytes | None]:
+    """Whether a call presents an authorization at all, and its bearer token if it is one, given once."""
     values = [value for key, value in metadata if key.lower() == "authorization"]
     if len(values) != 1:
-        return None
+        return bool(values), None
     raw = values[0].encode("utf-8", "surrogateescape") if isinstance(values[0], str) else values[0]
     scheme, _, token = raw.partition(b" ")
-    return token if scheme.lower() == b"bearer" and token and token.isascii() else None
+    return True, (token if scheme.lower() == b"bearer" and token and token.isascii() else None)

@@ -7,9 +7,10 @@ from typing import Any
 
 import grpc
 
-from gym_ckpt_grpc.auth import TokenSource, token_interceptors
+from gym_ckpt_grpc.auth import ClientTls, TokenSource, token_interceptors
+from gym_ckpt_grpc.control.reloading import ReloadingChannel
 from gym_ckpt_grpc.protocol.errors import UsageError
-from gym_ckpt_grpc.telemetry import CallObserver, MetricsObserver, Telemetry, call_interceptors
+from gym_ckpt_grpc.telemetry import CallObserver, Telemetry, call_interceptors, observing
 
 MAX_REQUEST = 64 * 1024 * 1024
 """Bytes of the largest request a server accepts: a million episode ids."""
@@ -52,6 +53,7 @@ def open_channel(
     *,
     token: TokenSource | None = None,
     allow_insecure: bool = False,
+    tls: ClientTls | None = None,
     dedicated: bool = False,
     observer: CallObserver | None = None,
     telemetry: Telemetry | None = None,
@@ -59,15 +61,25 @@ def open_channel(
     """A channel to one participant; call it inside the running loop.
 
     token: sent with every call. allow_insecure: needed for plain text to an address that is not local.
-    observer: told of every call; metrics of `telemetry`, the process's own by default, if None.
+    tls: encrypt, and go on with a new connection when its files change. The server's certificate must have the name
+    or the IP address that `address` has (`localhost` of a Unix socket).
+    telemetry: where its spans and metrics go; the process's own if None. observer: told of every call as well.
     dedicated: a connection of its own, not shared with other channels to the same target.
     Raises UsageError for an insecure non-local address.
     """
-    if not (allow_insecure or is_local(address)):
-        raise UsageError(f"{address} is not local: plain text needs allow_insecure")
+    if tls is None and not (allow_insecure or is_local(address)):
+        raise UsageError(f"{address} is not local: it needs TLS, or allow_insecure for plain text")
     options = CHANNEL_OPTIONS + ((("grpc.use_local_subchannel_pool", 1),) if dedicated else ())
     interceptors = [
-        *call_interceptors(observer or MetricsObserver(telemetry)),
+        *call_interceptors(observing(telemetry, observer), telemetry),
         *(token_interceptors(token) if token else ()),
     ]
-    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    if tls.server_name:
+        options += (("grpc.ssl_target_name_override", tls.server_name),)
+
+    def open_with(credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+
+    return ReloadingChannel(open_with, tls)

@@ -14,14 +14,9 @@ from typing import Any, NoReturn
 
 import grpc
 
+from gym_ckpt_grpc.control.decoding import decoding
 from gym_ckpt_grpc.control.error_details import DETAILS_KEY, status_of, unexpected
-from gym_ckpt_grpc.protocol.errors import (
-    ControlError,
-    InvalidArgument,
-    PermissionDenied,
-    Unauthenticated,
-    Violation,
-)
+from gym_ckpt_grpc.protocol.errors import ControlError, PermissionDenied, Unauthenticated
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.telemetry import CallObserver, method_name, wrap_handler
 
@@ -53,7 +48,7 @@ class ErrorsInterceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
         except Exception as error:
             return _refusing(partial(self._abort, name, error))
-        return wrap_handler(_decoding(handler), typed)
+        return wrap_handler(decoding(handler), typed)
 
     async def _abort(self, method: str, error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         known = error if isinstance(error, ControlError) else unexpected(error, f"serving {method}")
@@ -64,30 +59,6 @@ class ErrorsInterceptor(grpc.aio.ServerInterceptor):
         status = status_of(known, None if stranger else self._identity)
         code = next(c for c in grpc.StatusCode if c.value[0] == status.code)
         await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
-
-
-def _decoding(handler: Any) -> Any:
-    """The same handler, which decodes its request itself: bytes that are no message become a typed refusal.
-
-    The core would answer INTERNAL, which says that the server is at fault.
-    """
-    if handler is None or handler.request_streaming or handler.request_deserializer is None:
-        return handler
-    decode = handler.request_deserializer
-    inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
-    make: Any = (
-        grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-    )
-
-    def behaviour(raw: bytes, context: Any) -> Any:
-        try:
-            request = decode(raw)
-        except Exception as error:
-            problem = "is no message of this RPC: its bytes cannot be decoded"
-            raise InvalidArgument(f"the request {problem}", violations=[Violation("request", problem)]) from error
-        return inner(request, context)
-
-    return make(behaviour, response_serializer=handler.response_serializer)
 
 
 def _refusing(abort: Callable[[Any], Awaitable[None]]) -> Any:

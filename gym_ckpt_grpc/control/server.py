@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import grpc
 
-from gym_ckpt_grpc.auth import Authenticator
+from gym_ckpt_grpc.auth import Authenticator, ServerTls
 from gym_ckpt_grpc.control.control_plane import ControlPlane
 from gym_ckpt_grpc.control.servicer import ParticipantServicer
 from gym_ckpt_grpc.control.serving import HostedService, ServiceHost
@@ -19,7 +21,8 @@ class ParticipantServer(HostedService):
 
     address: `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. authenticator: None
     lets every local caller do everything, and is refused on an address that is not local. allow_insecure: needed
-    for plain text beyond this host.
+    for plain text beyond this host. tls: encrypt, and with a client_ca know clients by their certificates. audit_log:
+    file that gets a line for each mutating call; what cannot be opened is a UsageError at the start.
     """
 
     def __init__(
@@ -29,6 +32,8 @@ class ParticipantServer(HostedService):
         *,
         authenticator: Authenticator | None = None,
         allow_insecure: bool = False,
+        tls: ServerTls | None = None,
+        audit_log: str | os.PathLike[str] | None = None,
         observer: CallObserver | None = None,
     ) -> None:
         self.plane = plane
@@ -38,6 +43,8 @@ class ParticipantServer(HostedService):
             identity=plane.identity,
             authenticator=authenticator,
             allow_insecure=allow_insecure,
+            tls=tls,
+            audit_log=audit_log,
             observer=observer,
             telemetry=plane.telemetry,
         )

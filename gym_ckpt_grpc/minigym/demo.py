@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from gym_ckpt_grpc.auth import TokenFile
 from gym_ckpt_grpc.coordinator import CheckpointResult, CheckpointState, Coordinator, FleetReport, Timing
+from gym_ckpt_grpc.minigym.access import access_as
 from gym_ckpt_grpc.minigym.deployment import TICK, Deployment
 from gym_ckpt_grpc.minigym.evidence import Evidence, judge, turns_begun
 from gym_ckpt_grpc.minigym.partial_restore import restore_without
@@ -25,6 +25,7 @@ from gym_ckpt_grpc.minigym.topology import Topology
 from gym_ckpt_grpc.minigym.trainer import Result, Trainer
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
+from gym_ckpt_grpc.telemetry import exporting
 
 IN_FLIGHT_SHARE = 0.75
 """Share of the rollouts that must be in flight at the checkpoint (48 of 64)."""
@@ -127,11 +128,12 @@ class Demo:
         """Do it all. Raises DemoFailed, coordinator errors and Unhealthy; leaves no process behind."""
         tasks = make_tasks(self.settings.rollouts, self.settings.seed)
         plan = self._plan("crashed")
-        async with Supervisor(plan.logs) as servers:
-            cut = await self._first_life(servers, plan, tasks)
-            await servers.crash()
-            self.watcher.say("killed every server with SIGKILL")
-            results = await self._second_life(servers, plan, tasks, cut)
+        with exporting("demo"):
+            async with Supervisor(plan.logs) as servers:
+                cut = await self._first_life(servers, plan, tasks)
+                await servers.crash()
+                self.watcher.say("killed every server with SIGKILL")
+                results = await self._second_life(servers, plan, tasks, cut)
         twin = await self._twin(tasks)
         rollouts = [episode.rollout_id for episode in cut.in_flight]
         evidence = await asyncio.to_thread(judge, plan.inference_log, rollouts, results)
@@ -220,8 +222,8 @@ class Demo:
         return Deployment.create(self.settings.directory / name, tick=self.settings.tick, topology=topology)
 
     def _coordinator(self, plan: Deployment) -> Coordinator:
-        token = TokenFile(plan.token_file("controller"))
-        return Coordinator(plan.fleet(), root=plan.root.as_uri(), controller_id="demo", run_id="demo", token=token)
+        access = access_as("controller", plan)
+        return Coordinator(plan.fleet(), root=plan.root.as_uri(), controller_id="demo", run_id="demo", **access)
 
     async def _finish(self, servers: Supervisor, trainer: Trainer, phase: str, total: int) -> None:
         def done() -> bool:

@@ -2,7 +2,8 @@
 
 Everything lives in one directory: `minigym.json` (this plan), `fleet.yaml` (what a coordinator reads), `tokens/`,
 `logs/`, `checkpoints` (the root), `inference.jsonl` (the workers' own log over all lives), and what servers keep
-over their lives: `ledger/` (the policy model's rows) and `staged/` (the workers' tokens).
+over their lives: `ledger/` (the policy model's rows) and `staged/` (the workers' tokens). With mTLS also
+`certificates/` and `roles.yaml`, with an audit log `audit.jsonl`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import msgspec
 import yaml
 
 from gym_ckpt_grpc.coordinator import Fleet
+from gym_ckpt_grpc.minigym.authority import LOCAL_NAMES, Authority
 from gym_ckpt_grpc.minigym.inference_worker import LOG_NAME
 from gym_ckpt_grpc.minigym.ports import LOOPBACK, free_ports
 from gym_ckpt_grpc.minigym.processes import ProcessSpec
 from gym_ckpt_grpc.minigym.topology import Role, Topology
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 
+ROLE_NAMES = {role: f"URI:spiffe://minigym/{role}" for role in ("controller", "observer", "peer")}
+"""Role -> the name in its certificate."""
 TICK = 0.008
 """Seconds per generated token and stream, as of a small engine under load."""
 
@@ -84,8 +88,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for made in (directory, plan.logs, plan.root):
             made.mkdir(parents=True, exist_ok=True)
         plan.tokens.mkdir(mode=0o700)
-        for role in ("controller", "observer", "peer"):
+        for role in ROLE_NAMES:
             _write_secret(plan.token_file(role), secrets.token_urlsafe(32))
+        if topology.mtls:
+            plan._make_certificates()
         if topology.checkpointing:
             plan.fleet_file.write_text(yaml.safe_dump({"servers": plan._fleet_entries()}, sort_keys=False))
         plan.file.write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
@@ -139,6 +145,34 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def token_file(self, role: str) -> Path:
         """The token of `controller`, `observer` or `peer`, which the policy model is to its inference workers."""
         return self.tokens / role
+
+    @property
+    def certificates(self) -> Path:
+        """Of a deployment with mTLS: `ca.pem`, a certificate and key of each control plane and each role."""
+        return Path(self.directory) / "certificates"
+
+    @property
+    def roles_file(self) -> Path:
+        """Which role the name in a certificate has."""
+        return Path(self.directory) / "roles.yaml"
+
+    @property
+    def audit_log(self) -> Path | None:
+        """Where control planes write down who changed what, all in one file; None for nowhere."""
+        return Path(self.directory) / "audit.jsonl" if self.topology.audit else None
+
+    def certificate(self, name: str) -> tuple[Path, Path]:
+        """Certificate and key of a server, or of `controller`, `observer` or `peer`."""
+        return self.certificates / f"{name}.pem", self.certificates / f"{name}.key"
+
+    def _make_certificates(self) -> None:
+        authority = Authority(self.certificates)
+        for server in self.servers:
+            if server.control_port:
+                authority.issue(server.name, LOCAL_NAMES)
+        for role, name in ROLE_NAMES.items():
+            authority.issue(role, [name])
+        self.roles_file.write_text(yaml.safe_dump({role: [name] for role, name in ROLE_NAMES.items()}))
 
     def server(self, name: str) -> ServerPlan:
         """The server of a name, which is its role where there is one of it. Raises StopIteration for others."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from gym_ckpt_grpc.auth import Authenticator, Role, TokenFile
+from gym_ckpt_grpc.auth import Role
 from gym_ckpt_grpc.capture import GrpcGenerationBackend
 from gym_ckpt_grpc.control import ControlPlane, ParticipantServer, StateOwner
+from gym_ckpt_grpc.minigym.access import access_as, authenticator_of, tls_of
 from gym_ckpt_grpc.minigym.deployment import Deployment, ServerPlan
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 
@@ -15,15 +16,15 @@ from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 @asynccontextmanager
 async def embedded(owner: StateOwner, plan: Deployment, server: ServerPlan) -> AsyncIterator[ParticipantServer]:
     """Serve the owner's control plane on the server's control port for as long as the block lasts."""
-    authenticator = Authenticator(
-        {
-            Role.CONTROLLER: TokenFile(plan.token_file("controller")),
-            Role.OBSERVER: TokenFile(plan.token_file("observer")),
-        }
-    )
     identity = ParticipantIdentity(owner.kind, server.name)
     plane = ControlPlane(owner, identity, roots=[str(plan.root)])
-    async with ParticipantServer(plane, server.control_address, authenticator=authenticator) as served:
+    async with ParticipantServer(
+        plane,
+        server.control_address,
+        authenticator=authenticator_of(plan, Role.CONTROLLER, Role.OBSERVER),
+        tls=tls_of(plan, server.name),
+        audit_log=plan.audit_log,
+    ) as served:
         yield served
 
 
@@ -33,12 +34,7 @@ async def open_backends(plan: Deployment) -> AsyncIterator[Mapping[str, GrpcGene
     async with AsyncExitStack() as stack:
         backends = {}
         for worker in plan.workers() if plan.topology.cuts else ():
-            token = TokenFile(plan.token_file("peer"))
-            backends[worker.name] = GrpcGenerationBackend(worker.name, worker.control_address, token=token)
+            access = access_as("peer", plan)
+            backends[worker.name] = GrpcGenerationBackend(worker.name, worker.control_address, **access)
             stack.push_async_callback(backends[worker.name].close)
         yield backends
-
-
-def peer_authenticator(plan: Deployment) -> Authenticator:
-    """Who may cut the generations of an inference worker: the policy model server."""
-    return Authenticator({Role.PEER: TokenFile(plan.token_file("peer"))})

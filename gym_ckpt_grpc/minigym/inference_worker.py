@@ -20,7 +20,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 
-from gym_ckpt_grpc.auth import Authenticator
+from gym_ckpt_grpc.auth import Authenticator, ServerTls
 from gym_ckpt_grpc.capture import AsyncTokenStore, FileTokenStore, GenerationServer, coordinates_to_json
 from gym_ckpt_grpc.control import BackendInfo, Capability
 from gym_ckpt_grpc.integrations import answer_refusal
@@ -49,7 +49,7 @@ class WorkerConfig:
     log: file appended to over all lives. life: number of this one, from 1. tick: seconds per token. name: among the
     backends of a policy model server. staged: directory of the token store; None stages nothing. control_address:
     where GenerationService is served, empty for nowhere; authenticator: who may call it, None for anyone on this
-    machine. controls: whether the routes for tests exist.
+    machine; tls, audit_log: as GenerationServer has them. controls: whether the routes for tests exist.
     """
 
     log: Path
@@ -60,6 +60,8 @@ class WorkerConfig:
     staged: Path | None = None
     control_address: str = ""
     authenticator: Authenticator | None = None
+    tls: ServerTls | None = None
+    audit_log: Path | None = None
     controls: bool = False
 
     def __post_init__(self) -> None:
@@ -117,6 +119,8 @@ class InferenceWorker:
                     config.control_address,
                     authenticator=config.authenticator,
                     allow_insecure=config.authenticator is None,
+                    tls=config.tls,
+                    audit_log=config.audit_log,
                 )
                 await stack.enter_async_context(server)
             yield

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from gym_ckpt_grpc.auth import TokenFile
 from gym_ckpt_grpc.control import open_channel, wire
 from gym_ckpt_grpc.coordinator import new_checkpoint_id
+from gym_ckpt_grpc.minigym.access import access_as
 from gym_ckpt_grpc.minigym.deployment import Deployment, ServerPlan
 from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
@@ -42,8 +42,7 @@ async def _restore(
     episodes: Sequence[EpisodeId],
     context: participant_pb2.ControlContext,
 ) -> None:
-    token = TokenFile(plan.token_file("controller"))
-    async with open_channel(server.control_address, token=token) as channel:
+    async with open_channel(server.control_address, **access_as("controller", plan)) as channel:
         stub = participant_pb2_grpc.ParticipantServiceStub(channel)
         request = participant_pb2.RestoreRequest(
             context=context,

@@ -34,7 +34,7 @@ class ProcessSpec:
     argv: Sequence[str]
     port: int
     health: str = "/health"
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # it may have credentials of exporters
     tethered: bool = True
 
 

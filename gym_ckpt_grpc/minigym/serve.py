@@ -16,12 +16,14 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from gym_ckpt_grpc.auth import Role as CallerRole
 from gym_ckpt_grpc.auth import TokenFile
 from gym_ckpt_grpc.capture import CaptureLedger
 from gym_ckpt_grpc.control import StateOwner
 from gym_ckpt_grpc.integrations import CheckpointMiddleware, RolloutPrefix, answer_refusal
+from gym_ckpt_grpc.minigym.access import authenticator_of, tls_of
 from gym_ckpt_grpc.minigym.deployment import Deployment, ServerPlan
-from gym_ckpt_grpc.minigym.embed import embedded, open_backends, peer_authenticator
+from gym_ckpt_grpc.minigym.embed import embedded, open_backends
 from gym_ckpt_grpc.minigym.held_routes import HeldRoutes
 from gym_ckpt_grpc.minigym.peers import PeerFailed, Peers, answer_peer_failure, open_peers
 from gym_ckpt_grpc.minigym.ports import LOOPBACK
@@ -29,6 +31,7 @@ from gym_ckpt_grpc.minigym.resources_server import install
 from gym_ckpt_grpc.minigym.topology import Role
 from gym_ckpt_grpc.participants import Gate, PolicyModelOwner
 from gym_ckpt_grpc.protocol import ControlError
+from gym_ckpt_grpc.telemetry import exporting, unwinding_sigterm
 
 PROBE_PAUSE = 0.05
 log = logging.getLogger("gym_ckpt_grpc.minigym")
@@ -170,7 +173,9 @@ async def _inference(serving: Serving) -> AsyncIterator[Served]:
         name=server.name,
         staged=plan.staged if capture else None,
         control_address=server.control_address if capture else "",
-        authenticator=peer_authenticator(plan),
+        authenticator=authenticator_of(plan, CallerRole.PEER),
+        tls=tls_of(plan, server.name),
+        audit_log=plan.audit_log,
         controls=plan.topology.controls,
     )
     yield Served(InferenceWorker(config).app)
@@ -249,7 +254,9 @@ def main() -> None:
     parser.add_argument("--life", type=int, default=1)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(serve(arguments.name, Deployment.load(arguments.plan), arguments.life))
+    # Its state first: the control plane has ended when telemetry is flushed, and the signal ends what is left.
+    with unwinding_sigterm(), exporting(arguments.name):
+        asyncio.run(serve(arguments.name, Deployment.load(arguments.plan), arguments.life))
 
 
 if __name__ == "__main__":

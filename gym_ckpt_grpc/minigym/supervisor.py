@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from gym_ckpt_grpc.minigym.metrics_ports import MetricsPorts
 from gym_ckpt_grpc.minigym.ports import LOOPBACK
 from gym_ckpt_grpc.minigym.processes import ManagedProcess, ProcessSpec
 
@@ -35,6 +37,7 @@ class Unhealthy(RuntimeError):
 
 class Supervisor:
     """The processes of one minigym. log_dir: made if missing; one log file per name, appended over all lives.
+    metrics: where each server shows its metrics, if GYM_CKPT_TELEMETRY says so.
 
     Used as an async context manager, in a thread that outlives it (the main thread). After `crash` or `stop`
     the same names can be started again.
@@ -42,6 +45,7 @@ class Supervisor:
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
+        self.metrics = MetricsPorts(log_dir)
         self._processes: dict[str, ManagedProcess] = {}
 
     @property
@@ -64,7 +68,8 @@ class Supervisor:
         started: list[ManagedProcess] = []
         try:
             for spec in wanted:
-                process = ManagedProcess.start(spec, self.log_dir)
+                shown = replace(spec, env={**self.metrics.env(spec.name), **spec.env})
+                process = ManagedProcess.start(shown, self.log_dir)
                 self._processes[spec.name] = process
                 started.append(process)
             await _all_healthy(started, within)

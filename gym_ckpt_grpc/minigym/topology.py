@@ -49,7 +49,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ledger and the workers stage tokens. cuts: running generations are cut by a checkpoint and continued after a
     restore; needs capture. controls: servers answer under `/control/`, for tests.
     checkpointing: False serves the same routes without owners, gates and control planes; then there is neither
-    capture nor a cut, and no controls.
+    capture nor a cut, and no controls. mtls: control planes know their callers by certificates, and by no token.
+    audit: control planes append to an audit log.
     """
 
     protocol: Protocol = "native"
@@ -60,6 +61,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cuts: bool = True
     controls: bool = False
     checkpointing: bool = True
+    mtls: bool = False
+    audit: bool = False
 
     def __post_init__(self) -> None:
         if self.inference_workers < 1:

@@ -174,3 +174,59 @@ def test_no_token_in_a_repr(tmp_path: Path) -> None:
     sources: list[TokenSource] = [TokenValue("marker-token"), TokenFile(path)]
     shown = [repr(x) + str(x) for x in [*sources, Authenticator({Role.OBSERVER: sources[0], Role.PEER: sources[1]})]]
     assert "marker" not in "".join(shown)
+
+
+@pytest.mark.behaviour("C320")
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    """A directory, a pipe (which would block), a dangling link, one that may not be read: named, at once."""
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    hidden = tmp_path / "hidden"
+    hidden.write_text("token")
+    hidden.chmod(0)
+    names = ["directory", "pipe", "link", *(["hidden"] if os.geteuid() else [])]
+    for name in names:
+        with pytest.raises(ValueError, match="token file") as caught:
+            TokenFile(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.behaviour("C320", "C317")
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"secret two", b"s\xffcret", b"secret" * 3500, "directory"])
+def test_a_broken_replacement(tmp_path: Path, content: bytes | str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """The old token serves, with one warning that has no content; a usable file is taken up and says so."""
+    path, new = tmp_path / "token", tmp_path / "new"
+    path.write_text("first\r\n")
+    source = TokenFile(path)
+    path.unlink()
+    if content == "directory":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        new.write_bytes(content)
+        os.replace(new, path)
+    for _ in range(3):
+        source.refresh()
+        assert source.token() == b"first"
+    (warned,) = caplog.records
+    assert str(path) in warned.getMessage()
+    assert "cret" not in caplog.text.replace(str(path), "")
+    if content == "directory":
+        path.rmdir()
+    new.write_text("  second \n")
+    os.replace(new, path)
+    source.refresh()
+    assert source.token() == b"second"
+    assert [record.getMessage() for record in caplog.records][1:] == [f"token file {path} can be used again"]
+
+
+def test_two_writes_within_one_tick(tmp_path: Path) -> None:
+    """Of one length and one change time: contents are compared, not times."""
+    path = tmp_path / "token"
+    path.write_text("token-1")
+    source = TokenFile(path)
+    stat = path.stat()
+    path.write_text("token-2")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    source.refresh()
+    assert source.token() == b"token-2"
