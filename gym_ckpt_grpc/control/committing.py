@@ -11,7 +11,9 @@ from gym_ckpt_grpc.control.doors import tell_fate
 from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import StagingKeys
 from gym_ckpt_grpc.control.preparing import Preparing
+from gym_ckpt_grpc.control.steps import step, written
 from gym_ckpt_grpc.control.tasks import failure_of, succeeded
+from gym_ckpt_grpc.control.watchdog import TaskKind
 from gym_ckpt_grpc.control.work import Captured, CommitReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, StaleCheckpoint
 from gym_ckpt_grpc.protocol.ids import EpisodeScope
@@ -27,6 +29,8 @@ from gym_ckpt_grpc.storage import (
     preflight,
     write_part,
 )
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry import catalogue
 
 PAUSE_LIMIT = 10.0
 """Seconds after which Python's collector goes on, also where a cut is not released yet."""
@@ -58,7 +62,12 @@ class Committing:
     async def _capture(self, work: Work, scope: EpisodeScope) -> Captured:
         core = self._core
         try:
-            captured = await capturing.capture(core.owner, scope, work)
+            with (
+                core.watchdog.running(TaskKind.EXPORT, work.checkpoint_id),
+                step(core, work, catalogue.EXPORT, attempt=True) as export,
+            ):
+                captured = await capturing.capture(core.owner, scope, work)
+                export.set(at.RECORDS, len(captured.records))
         except BaseException:
             work.capture = None
             work.cut.close()
@@ -111,7 +120,9 @@ class Committing:
         try:
             part, staging_keys = await self._write(work, captured, location, base)
             tell_fate(core, work, durable=True)
-            deleting = await self._delete_outside(work)
+            with step(core, work, catalogue.CLEANUP) as cleanup:
+                deleting = await self._delete_outside(work)
+                cleanup.set(at.EPISODES, len(work.deletions))
         except BaseException as error:
             if self._current(work):
                 core.move(Phase.CAPTURED)
@@ -177,7 +188,7 @@ class Committing:
             return part, extra.staging_keys
 
         work.records_done = work.bytes_done = 0
-        return await core.in_thread(write)
+        return await written(core, work, write)
 
     async def _delete_outside(self, work: Work) -> int:
         """Free what was restored and is outside a list scope; gives how many deletions still run after the wait.
@@ -187,10 +198,13 @@ class Committing:
         core = self._core
         work.deleting_since = asyncio.get_running_loop().time()
         work.deletions = {episode: task for episode, task in work.deletions.items() if not task.done()}
+        begun = []
         for episode in sorted(work.outside & core.owner.restored_pending()):
             if episode not in work.deletions:
                 deletion = core.owner.delete_restored(episode)
                 work.deletions[episode] = core.tasks.own(deletion, f"delete {episode}")
+                begun.append(work.deletions[episode])
+        core.watchdog.follow(TaskKind.CLEANUP, work.checkpoint_id, begun)
         if not work.deletions:
             return 0
         _, running = await asyncio.wait(work.deletions.values(), timeout=core.settings.deletion_wait)

@@ -16,8 +16,10 @@ from functools import partial
 from gym_ckpt_grpc.control.budget import Budget, Clock
 from gym_ckpt_grpc.control.committing import Committing
 from gym_ckpt_grpc.control.core import Core
+from gym_ckpt_grpc.control.gauges import Gauges
 from gym_ckpt_grpc.control.installing import Installing
 from gym_ckpt_grpc.control.lease_watch import LeaseWatch
+from gym_ckpt_grpc.control.operations import recorded
 from gym_ckpt_grpc.control.ports import EpisodeListKind, OpeningCause, StateOwner
 from gym_ckpt_grpc.control.precopying import Precopying
 from gym_ckpt_grpc.control.preparing import Preparing
@@ -80,6 +82,8 @@ class ControlPlane:
         self._reopening = Reopening(self._core)
         self._watch = LeaseWatch(self._core, self._preparing, self._reopening)
         self._precopying = Precopying(self._core)
+        self._gauges = Gauges(self._core)  # telemetry holds it weakly
+        self._core.recorder.watch(self._gauges)
         owner.attach(self._core)
         self._precopying.start()
 
@@ -108,6 +112,7 @@ class ControlPlane:
 
     # Mutating operations
 
+    @recorded
     async def prepare(
         self, call: Call, *, ready_within: float, lease_ttl: float, budget: Budget
     ) -> tuple[PrepareReply, bool]:
@@ -120,6 +125,7 @@ class ControlPlane:
                 return decision.reply, True
             return await self._preparing.wait(self._open_work(), ready_within, budget), False
 
+    @recorded
     async def capture(self, call: Call, scope: EpisodeScope, *, budget: Budget) -> tuple[Captured, bool]:
         decision = await self._decide(call, budget, self._ready_to_capture)
         with self._holding():
@@ -128,6 +134,7 @@ class ControlPlane:
             task = self._committing.begin_capture(self._open_work(), scope)
             return await await_within(task, budget, "capture"), False
 
+    @recorded
     async def commit(
         self,
         call: Call,
@@ -141,7 +148,8 @@ class ControlPlane:
         decision = await self._decide(call, budget, self._ready_to_capture)
         if decision.verdict is Verdict.KEPT:
             work = self._reopening.ask_kept(call.checkpoint_id, arguments)
-            replayed = succeeded(work.commit)
+            if not (replayed := succeeded(work.commit)):
+                self._core.untold.begun(call)
             task = self._committing.begin_commit(work, arguments, location, base)
             return await await_within(task, budget, "commit"), replayed
         with self._holding():
@@ -150,6 +158,7 @@ class ControlPlane:
             task = self._committing.begin_commit(self._open_work(), arguments, location, base)
             return await await_within(task, budget, "commit"), False
 
+    @recorded
     async def resume(self, call: Call, *, keep_write: bool, budget: Budget) -> tuple[ResumeReply, bool]:
         core = self._core
         decision = await self._decide(call, budget)
@@ -167,6 +176,7 @@ class ControlPlane:
         reply = ResumeReply(core.machine.phase, core.machine.active_checkpoint_id, decision.verdict is Verdict.REPLAY)
         return reply, reply.replayed
 
+    @recorded
     async def restore(
         self,
         call: Call,
@@ -193,6 +203,7 @@ class ControlPlane:
             finally:
                 work.waiters -= 1
 
+    @recorded
     async def retire(self, call: Call, episodes: Sequence[EpisodeId], *, budget: Budget) -> RetireReply:
         core = self._core
         decision = await self._decide(call, budget, self._not_capturing)
@@ -206,6 +217,7 @@ class ControlPlane:
             core.touch()
             return RetireReply(outcomes, core.machine.phase)
 
+    @recorded
     async def forget(self, call: Call, rollouts: Sequence[tuple[str, int]], *, budget: Budget) -> list[str]:
         """Check every rollout before any is forgotten; gives the sorted rollout ids."""
         core = self._core
@@ -288,11 +300,14 @@ class ControlPlane:
 
     def _ask(self, call: Call, last_check: LastCheck) -> Decision:
         try:
-            return self._core.machine.decide(call, last_check)
+            decision = self._core.machine.decide(call, last_check)
         except InvalidPhase as refusal:
             if self._core.machine.phase is Phase.PREPARING and not refusal.episodes:
                 raise self._core.refusal(InvalidPhase, refusal.message) from None  # it names the blockers
             raise
+        if decision.verdict not in (Verdict.REPLAY, Verdict.KEPT):
+            self._core.untold.begun(call)
+        return decision
 
     def _ready_to_capture(self, decision: Decision) -> None:
         work = self._core.work

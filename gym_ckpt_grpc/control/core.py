@@ -14,6 +14,8 @@ from gym_ckpt_grpc.control.ports import MarkView, StateOwner
 from gym_ckpt_grpc.control.retirement import Retirement
 from gym_ckpt_grpc.control.settings import ControlSettings
 from gym_ckpt_grpc.control.tasks import TaskOwner
+from gym_ckpt_grpc.control.untold import Untold
+from gym_ckpt_grpc.control.watchdog import Watchdog
 from gym_ckpt_grpc.control.work import Work
 from gym_ckpt_grpc.protocol.errors import ControlError
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
@@ -51,6 +53,8 @@ class Core:
         self.settings = settings
         self.machine = Machine(identity.incarnation_id)
         self.tasks = TaskOwner()
+        self.watchdog = Watchdog(self._recorder, clock, settings)
+        self.untold = Untold()
         self.retirement = Retirement(self.tasks, clock, self.changed)
         self.work: Work | None = None
         self.kept: dict[str, Work] = {}
@@ -99,10 +103,17 @@ class Core:
         self.machine.move(phase)
         self.touch()
 
+    def begin_open(self, work: Work) -> Work:
+        """The machine has begun a checkpoint or restore: this is its work."""
+        self.work = work
+        self.watchdog.opened(work.checkpoint_id)
+        return work
+
     def end_open(self, *, fenced: bool) -> None:
         """Back to IDLE: admission is open, and nothing is open any more."""
         self.machine.end(fenced=fenced)
         self.work = None
+        self.watchdog.ended()
         self.touch()
         self.on_idle()
 
@@ -150,3 +161,4 @@ class Core:
                 work.cut.close()
         await self.tasks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.watchdog.close()

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import Opening, OpeningCause
+from gym_ckpt_grpc.control.steps import opened
 from gym_ckpt_grpc.control.tasks import hook_cancelled, set_within
+from gym_ckpt_grpc.control.watchdog import TaskKind
 from gym_ckpt_grpc.control.work import Work
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.phases import Phase
@@ -29,6 +31,7 @@ async def open_admission(core: Core, work: Work, cause: OpeningCause, wanted: Ca
         try:
             with hook_cancelled():
                 await core.owner.open_admission(Opening(cause))
+            opened(core, work, cause)
             return
         except Exception as error:
             log.error("opening admission failed, trying again: %s", error)
@@ -46,7 +49,8 @@ async def give_up(core: Core, work: Work, phase: Phase) -> None:
     def wanted() -> bool:
         return core.work is work and core.machine.phase is phase
 
-    await open_admission(core, work, OpeningCause.CLOSE_FAILED, wanted)
+    with core.watchdog.running(TaskKind.REOPEN, work.checkpoint_id):
+        await open_admission(core, work, OpeningCause.CLOSE_FAILED, wanted)
     if wanted():
         work.end()
         core.end_open(fenced=False)

@@ -191,6 +191,9 @@ class Ledger(Protocol):
     def staging_keys(self, row: Row) -> tuple[str, str] | None:
         """(capture key it was staged under or "", staging key) of a staged row; None for rows without tokens."""
 
+    def tokens(self, row: Row) -> int:
+        """Tokens that its call has added to what its parent had; 0 for rows without tokens."""
+
     def stamped(self, row: Row, episode: EpisodeId) -> Row:
         """The row with the capture key of `episode` as who staged it; a stamp is kept, failures have none."""
 

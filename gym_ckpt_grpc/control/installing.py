@@ -10,13 +10,17 @@ from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.doors import free_restored, give_up
 from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import Closing, HookFailed, InvalidState
+from gym_ckpt_grpc.control.steps import step
 from gym_ckpt_grpc.control.tasks import hook_cancelled
+from gym_ckpt_grpc.control.watchdog import TaskKind
 from gym_ckpt_grpc.control.work import RestoreReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, InstallFailed, StaleCheckpoint, StateCorrupt
 from gym_ckpt_grpc.protocol.ids import RestoreScope
 from gym_ckpt_grpc.protocol.machine import Call
 from gym_ckpt_grpc.protocol.phases import Operation, Phase
 from gym_ckpt_grpc.storage import CheckpointLocation, Part, read_part
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry import catalogue
 
 
 class Installing:
@@ -31,7 +35,7 @@ class Installing:
         core = self._core
         now = core.clock()
         core.machine.begin(call, ttl=ttl, now=now)
-        work = core.work = Work(call.checkpoint_id, closed_at=now, began=now)
+        work = core.begin_open(Work(call.checkpoint_id, closed_at=now, began=now))
         closing = Closing(call.checkpoint_id, work.number, budget)
         install = self._install(work, closing, scope, location, digest)
         work.install = core.tasks.own(install, f"install {location.checkpoint_id}")
@@ -43,12 +47,18 @@ class Installing:
     ) -> RestoreReply:
         core = self._core
         try:
-            with hook_cancelled():
-                await core.owner.close_admission(closing)
+            with core.watchdog.running(TaskKind.INSTALL, work.checkpoint_id):
+                with hook_cancelled():
+                    await core.owner.close_admission(closing)
                 work.closed = True
-                part = await self._read(scope, location, digest)
-                work.records_done, work.bytes_done = len(part.records), part.bytes_read
-                await self._make_live(work, part, scope)
+                with step(core, work, catalogue.READ) as reading:
+                    part = await self._read(scope, location, digest)
+                    work.records_done, work.bytes_done = len(part.records), part.bytes_read
+                    reading.set(at.RECORDS, len(part.records))
+                    reading.set(at.BYTES, part.bytes_read)
+                with step(core, work, catalogue.INSTALL, attempt=True) as installing:
+                    installing.set(at.RECORDS, len(part.records))
+                    await self._make_live(work, part, scope)
         except Exception as error:
             failure = self._typed(error)
             await give_up(core, work, Phase.RESTORING)
@@ -69,6 +79,7 @@ class Installing:
         )
         core.machine.record(Operation.RESTORE, reply)
         core.move(Phase.RESTORED)
+        core.recorder.volume("restore", records=reply.record_count, size=reply.bytes)
         return reply
 
     async def _read(self, scope: RestoreScope, location: CheckpointLocation, digest: str) -> Part:
@@ -87,6 +98,13 @@ class Installing:
         return await core.in_thread(read)
 
     async def _make_live(self, work: Work, part: Part, scope: RestoreScope) -> None:
+        try:
+            with hook_cancelled():
+                await self._activate(work, part, scope)
+        except Exception as error:
+            raise self._typed(error) from error
+
+    async def _activate(self, work: Work, part: Part, scope: RestoreScope) -> None:
         owner = self._core.owner
         owner.accept_manifest_extra(part.manifest.extra)
         staged = await owner.stage(part.records, scope)

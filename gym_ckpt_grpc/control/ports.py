@@ -18,6 +18,7 @@ from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Payload, Record
 from gym_ckpt_grpc.telemetry import Recorder
+from gym_ckpt_grpc.telemetry.catalogue import Instrument
 
 
 class InvalidState(ValueError):
@@ -265,6 +266,9 @@ class StateOwner(Protocol):
     def status_extra(self) -> Mapping[str, str]:
         """Cheap extra fields for GetStatus."""
 
+    def gauges(self) -> Mapping[Instrument, float]:
+        """What this kind's gauges show now, by instrument of the catalogue. Called often, any time: it only reads."""
+
 
 class OwnerDefaults:
     """Defaults of the hooks that a small owner has no use for."""
@@ -285,4 +289,7 @@ class OwnerDefaults:
         return None
 
     def status_extra(self) -> Mapping[str, str]:
+        return {}
+
+    def gauges(self) -> Mapping[Instrument, float]:
         return {}

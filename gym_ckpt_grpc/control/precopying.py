@@ -14,6 +14,7 @@ from gym_ckpt_grpc.control.budget import Clock
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import Precopied
+from gym_ckpt_grpc.control.steps import without_parent
 from gym_ckpt_grpc.control.tasks import hook_cancelled
 from gym_ckpt_grpc.protocol.phases import Phase
 from gym_ckpt_grpc.storage import Payload
@@ -118,7 +119,8 @@ class Precopying:
         if self._off or core.closing or self._task is not None or core.machine.phase is not Phase.IDLE:
             return
         self._pace = self._make_pace(self._core)
-        self._task = self._core.tasks.own(self._passes(self._pace), "precopy")
+        with without_parent():
+            self._task = self._core.tasks.own(self._passes(self._pace), "precopy")
         self._task.add_done_callback(self._ended)
 
     def stop(self) -> None:

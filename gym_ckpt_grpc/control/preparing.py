@@ -14,6 +14,7 @@ from gym_ckpt_grpc.control.work import PrepareReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, InvalidPhase, OutOfTime
 from gym_ckpt_grpc.protocol.machine import Call
 from gym_ckpt_grpc.protocol.phases import Operation, Phase
+from gym_ckpt_grpc.telemetry import catalogue
 
 _FROZEN = (Phase.CAPTURED, Phase.COMMITTING, Phase.COMMITTED)
 
@@ -30,7 +31,7 @@ class Preparing:
         core = self._core
         now = core.clock()
         core.machine.begin(call, ttl=ttl, now=now)
-        work = core.work = Work(call.checkpoint_id, closed_at=now, began=now)
+        work = core.begin_open(Work(call.checkpoint_id, closed_at=now, began=now))
         closing = Closing(call.checkpoint_id, work.number, budget, ready_within)
         work.closing = core.tasks.own(self._close(work, closing), f"close admission for {call.checkpoint_id}")
         core.touch()
@@ -81,10 +82,13 @@ class Preparing:
         """Wait for a safe cut, at most `ready_within` seconds, and reply with what was reached."""
         core = self._core
         reserve = budget.left() - min(ready_within, budget.left())
-        await self._closed(work, budget)
-        while not work.settled.is_set() and budget.left() > reserve:
-            await set_within(work.settled, budget.left() - reserve)
-        reply = PrepareReply(self._reached(work), core.report())
+        with core.recorder.step(catalogue.WAIT_READY) as step:
+            await self._closed(work, budget)
+            while not work.settled.is_set() and budget.left() > reserve:
+                await set_within(work.settled, budget.left() - reserve)
+            reply = PrepareReply(self._reached(work), core.report())
+            if reply.phase is not Phase.PREPARED:
+                step.not_ready()
         if reply.phase is Phase.PREPARED:
             core.machine.record(Operation.PREPARE, reply)
         return reply

@@ -8,10 +8,13 @@ from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.doors import free_restored, open_admission, tell_fate
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import OpeningCause
+from gym_ckpt_grpc.control.steps import preempting
 from gym_ckpt_grpc.control.tasks import cancel_and_wait
+from gym_ckpt_grpc.control.watchdog import TaskKind
 from gym_ckpt_grpc.control.work import Work
 from gym_ckpt_grpc.protocol.machine import CommitArguments
 from gym_ckpt_grpc.protocol.phases import Phase
+from gym_ckpt_grpc.telemetry import attributes as at
 
 PREEMPT_WAIT = 1.0
 """Seconds to wait for a cancelled hook; one that hangs longer has its result dropped."""
@@ -36,27 +39,43 @@ class Reopening:
         keep = keep and phase in (Phase.CAPTURED, Phase.COMMITTING) and work.captured is not None
         if keep:
             self._keep(work)
-        reopen = self._reopen(work, cause, was=phase, keep=keep)
+        expired = cause is OpeningCause.LEASE_EXPIRED
+        reopen = self._expired(work, was=phase) if expired else self._reopen(work, cause, was=phase, keep=keep)
         work.reopening = core.tasks.own(reopen, f"reopen after {work.checkpoint_id}")
         return work.reopening
 
+    async def _expired(self, work: Work, *, was: Phase) -> None:
+        """An expiry counts once the doors are open again, however many tries that took."""
+        core = self._core
+        with core.recorder.operation("lease_reopen", checkpoint_id=work.checkpoint_id) as timed:
+            await self._reopen(work, OpeningCause.LEASE_EXPIRED, was=was, keep=False)
+            timed.set(at.PHASE, core.machine.phase.name)
+        core.recorder.event("lease_expired")
+
     async def _reopen(self, work: Work, cause: OpeningCause, *, was: Phase, keep: bool) -> None:
         core = self._core
-        await cancel_and_wait([work.closing], PREEMPT_WAIT)
-        if not keep:
-            await self._stop(work)
-            self._tell_fate(work)
-        await cancel_and_wait([work.install], core.settings.cleanup_limit)
-        await self._deletions_ended(work)
-        if was is Phase.RESTORED and cause is OpeningCause.LEASE_EXPIRED:
-            # Nothing has started from what a dead controller installed: it goes, and leaves no refusal.
-            await free_restored(core, sorted(work.installed & core.owner.restored_pending()))
-        await open_admission(core, work, cause, lambda: True)
-        work.cut.close()
-        core.end_open(fenced=True)
+        with core.watchdog.running(TaskKind.REOPEN, work.checkpoint_id):
+            with preempting(core, work.closing, "prepare"):
+                await cancel_and_wait([work.closing], PREEMPT_WAIT)
+            if not keep:
+                await self._stop(work)
+                self._tell_fate(work)
+            with preempting(core, work.install, "restore"):
+                await cancel_and_wait([work.install], core.settings.cleanup_limit)
+            await self._deletions_ended(work)
+            if was is Phase.RESTORED and cause is OpeningCause.LEASE_EXPIRED:
+                # Nothing has started from what a dead controller installed: it goes, and leaves no refusal.
+                await free_restored(core, sorted(work.installed & core.owner.restored_pending()))
+            await open_admission(core, work, cause, lambda: True)
+            work.cut.close()
+            core.end_open(fenced=True)
 
     async def _stop(self, work: Work) -> None:
         """End capture and write; afterwards nothing of that write can appear."""
+        with preempting(self._core, work.commit or work.capture, "commit" if work.commit else "capture"):
+            await self._stop_writing(work)
+
+    async def _stop_writing(self, work: Work) -> None:
         if work.commit and not work.commit.done():
             loop = asyncio.get_running_loop()
             ends = loop.time() + self._core.settings.cleanup_limit

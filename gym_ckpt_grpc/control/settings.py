@@ -17,6 +17,8 @@ _DURATIONS = (
     "status_interval",
     "max_deadline",
     "precopy_interval",
+    "slow_task_warn_seconds",
+    "loop_lag_warn_seconds",
 )
 
 
@@ -33,6 +35,9 @@ class ControlSettings:
     precopy_interval: between two looks at the revisions of sessions that change. precopy_bytes: of encoded state that
     is kept, 0 and up; what does not fit is encoded at the cut. compress: the chunks of what a Commit writes (zstd),
     which costs more than the write itself on a local disk.
+
+    slow_task_warn_seconds: an export, write, cleanup, install or reopening that runs longer is logged with its stack,
+    once. loop_lag_warn_seconds: an event loop that stood still for so long while a checkpoint was open is logged, once.
     """
 
     cleanup_limit: float = 60.0
@@ -45,6 +50,8 @@ class ControlSettings:
     precopy_interval: float = 0.25
     precopy_bytes: int = 4 << 30
     compress: bool = False
+    slow_task_warn_seconds: float = 60.0
+    loop_lag_warn_seconds: float = 0.25
 
     def __post_init__(self) -> None:
         for name in _DURATIONS:

@@ -88,7 +88,7 @@ class Work:
     its Commit deletes. installed: what its Restore made live. deleting_since counts on the loop's clock. waiters
     counts the calls that wait for an install: one that ends with nobody waiting is discarded. named: an earlier try
     of the write has named its files. fate_told: the owner was told how the write ended. cut: what is held from the
-    freezing of records to the reopening.
+    freezing of records to the reopening. counted: its volume was. pause_told: how long admission was closed was told.
     """
 
     checkpoint_id: str
@@ -121,6 +121,8 @@ class Work:
     ready_seen: bool = False
     named: bool = False
     fate_told: bool = False
+    counted: bool = False
+    pause_told: bool = False
 
     def end(self) -> None:
         """The checkpoint is over: wake whoever waits for a safe cut."""

@@ -33,6 +33,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import MAX_BLOCKERS, Blocker, BlockerReason, PrepareReport
 from gym_ckpt_grpc.storage import LocalFiles, Record, encode
+from gym_ckpt_grpc.telemetry import Telemetry
 from gymckpt.v1 import episode_pb2, participant_pb2_grpc
 from gymckpt.v1 import participant_pb2 as pb
 
@@ -290,11 +291,11 @@ class Participant:
         clock: Clock | None = None,
         owner: ScriptedOwner | None = None,
         token: TokenSource | None = None,
+        telemetry: Telemetry | None = None,
         **serving: Any,
     ) -> None:
         self.owner = owner or ScriptedOwner()
-        self.root = root
-        self.files = HeldFiles()
+        self.root, self.files, self.token = root, HeldFiles(), token
         self.identity = ParticipantIdentity(ParticipantKind.RESOURCES, "scripted")
         self.plane = ControlPlane(
             self.owner,
@@ -303,9 +304,9 @@ class Participant:
             settings=settings or FAST,
             clock=clock or time.monotonic,
             files=self.files,
+            telemetry=telemetry,
         )
         self.server = ParticipantServer(self.plane, **serving)
-        self.token = token
         self.channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Participant:

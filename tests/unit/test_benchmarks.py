@@ -35,16 +35,20 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_a_smoke_run_takes_every_path_and_leaves_nothing(tmp_path: Path) -> None:
-    """Store, gRPC, memory and pause, each result checked by the run itself; the report names all of them."""
+    """Store, gRPC, memory, pause and telemetry, each result checked by the run itself; the report names all of them."""
     work, report = tmp_path / "work", tmp_path / "report.json"
     work.mkdir()
     command = ["-m", "benchmarks", "--smoke", "--gate", "--seed", "7", "--json", str(report), "--directory", str(work)]
     done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = from_json(report.read_bytes())
-    assert [group.name for group in found.groups] == ["store-sessions", "remote", "store-records", "memory", "pause"]
+    telemetry = ["telemetry-sites", "telemetry-cost", "telemetry-cycles"]
+    assert [group.name for group in found.groups] == [
+        *("store-sessions", "remote", "store-records", "memory", "pause"),
+        *telemetry,
+    ]
     assert all(row.samples and min(row.samples) > 0 for group in found.groups for row in group.rows)
-    assert all(group.gates for group in found.groups)
+    assert [group.name for group in found.groups if not group.gates] == [telemetry[0], telemetry[2]]
     assert list(work.iterdir()) == []
 
 
