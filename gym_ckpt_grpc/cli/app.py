@@ -10,7 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from gym_ckpt_grpc.cli.access import FLEET_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, fleet_of, token_source
+from gym_ckpt_grpc.cli.access import (
+    FLEET_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    authenticator_of,
+    client_tls,
+    fleet_of,
+    server_tls,
+    token_source,
+    with_tls,
+)
 from gym_ckpt_grpc.cli.exits import EXIT_HELP, Exit
 from gym_ckpt_grpc.cli.output import errors, say
 from gym_ckpt_grpc.coordinator import DiscoveryFailed, FleetError, FleetInvalid
@@ -105,15 +115,18 @@ def demo(
 def up(
     directory: Annotated[Path | None, typer.Option(help="Where it lives; a temporary directory by default.")] = None,
     rollouts: Annotated[int, typer.Option(min=0, help="Rollouts to keep running in it.")] = 0,
+    mtls: Annotated[bool, typer.Option("--mtls", help="Certificates in place of tokens on the control plane.")] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="Keep an audit log.")] = False,
     as_json: Json = False,
 ) -> None:
     """Start a small Gym of real servers and keep it up until Ctrl-C, to try the other commands and grpcurl on."""
     from gym_ckpt_grpc.cli.up import up as run
 
-    ended_async(lambda: run(directory=directory, rollouts=rollouts, as_json=as_json))
+    ended_async(lambda: run(directory=directory, rollouts=rollouts, mtls=mtls, audit=audit, as_json=as_json))
 
 
 @app.command()
+@with_tls
 def status(
     fleet: FleetOption = None,
     token_file: TokenFileOption = None,
@@ -130,6 +143,7 @@ def status(
             token_source(token_file),
             timeout=timeout,
             allow_insecure=allow_insecure,
+            tls=client_tls(),
             as_json=as_json,
         )
 
@@ -137,6 +151,7 @@ def status(
 
 
 @app.command()
+@with_tls
 def conform(
     address: Annotated[str, typer.Argument(help="Where the participant is served: host:port or unix:path.")],
     token_file: TokenFileOption = None,
@@ -163,6 +178,7 @@ def conform(
             only=only or [],
             ready_within=ready_within,
             allow_insecure=allow_insecure,
+            tls=client_tls(),
             as_json=as_json,
         )
 
@@ -170,6 +186,7 @@ def conform(
 
 
 @app.command("serve-coordinator")
+@with_tls
 def serve_coordinator(
     root: Root,
     address: Annotated[str, typer.Option(help="Where to serve: host:port or unix:path.")] = "127.0.0.1:7100",
@@ -187,6 +204,11 @@ def serve_coordinator(
     keep_every: KeepEvery = None,
     keep_within: KeepWithin = None,
     allow_insecure: Annotated[bool, typer.Option(help="Tokens and data in plain text beyond this host.")] = False,
+    server_cert: Annotated[Path | None, typer.Option(help="Certificate of this server: serve with TLS.")] = None,
+    server_key: Annotated[Path | None, typer.Option(help="Its key file.")] = None,
+    client_ca: Annotated[Path | None, typer.Option(help="CA file of clients, who must show a certificate.")] = None,
+    roles_file: Annotated[Path | None, typer.Option(help="YAML: role -> names in clients' certificates.")] = None,
+    audit_log: Annotated[Path | None, typer.Option(help="Append a JSON line per mutating call to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Serve CoordinatorService over a fleet until Ctrl-C, for trainers in any language.
@@ -197,12 +219,18 @@ def serve_coordinator(
     from gym_ckpt_grpc.cli.serve import serve_coordinator as run
 
     async def command() -> Exit:
+        token = token_source(token_file)
         return await run(
             fleet_of(fleet),
             root,
             address,
-            token=token_source(token_file),
-            observer_token=token_source(observer_token_file) if observer_token_file else None,
+            token=token,
+            authenticator=authenticator_of(
+                token, token_source(observer_token_file) if observer_token_file else None, roles_file
+            ),
+            client_tls=client_tls(),
+            server_tls=server_tls(server_cert, server_key, client_ca),
+            audit_log=audit_log,
             controller=controller,
             wait=wait,
             session_ttl=session_ttl,

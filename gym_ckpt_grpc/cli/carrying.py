@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rich.markup import escape
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.cli.output import errors
 from gym_ckpt_grpc.cli.session_file import SessionFile
 from gym_ckpt_grpc.coordinator import (
@@ -27,6 +27,7 @@ from gym_ckpt_grpc.coordinator import (
     Restoration,
     RetireFailed,
     SessionState,
+    Sighting,
     Step,
     look_at,
 )
@@ -63,14 +64,29 @@ class Access:
     token: TokenSource | None
     allow_insecure: bool
     timeout: float
+    tls: ClientTls | None = None
 
     def attach(self, file: SessionFile) -> tuple[SessionState, Coordinator]:
         """The coordinator that goes on with a session."""
         state = file.read()
         coordinator = Coordinator.attach(
-            state, token=self.token, allow_insecure=self.allow_insecure, discovery_timeout=self.timeout
+            state,
+            token=self.token,
+            allow_insecure=self.allow_insecure,
+            tls=self.tls,
+            discovery_timeout=self.timeout,
         )
         return state, coordinator
+
+    async def look_at(self, fleet: Fleet, *, anonymous: bool = False) -> list[Sighting]:
+        """Look at a fleet once. anonymous: as somebody who has neither the token nor the certificate."""
+        return await look_at(
+            fleet,
+            token=None if anonymous else self.token,
+            timeout=self.timeout,
+            allow_insecure=self.allow_insecure,
+            tls=self.tls.without_certificate() if self.tls and anonymous else self.tls,
+        )
 
     def begin(self, fleet: Fleet, root: str, *, controller: str, run_id: str, lease: float) -> Coordinator:
         """A coordinator with an epoch of its own."""
@@ -81,6 +97,7 @@ class Access:
             run_id=run_id,
             token=self.token,
             allow_insecure=self.allow_insecure,
+            tls=self.tls,
             lease_ttl=lease,
             discovery_timeout=self.timeout,
         )
@@ -88,7 +105,7 @@ class Access:
 
 async def refuse_busy(fleet: Fleet, access: Access) -> None:
     """Raise FleetBusy if anything is open: a new epoch would end it."""
-    found = await look_at(fleet, token=access.token, timeout=access.timeout, allow_insecure=access.allow_insecure)
+    found = await access.look_at(fleet)
     open_at = [s for s in found if s.status and s.status.active_checkpoint_id]
     if not open_at:
         return

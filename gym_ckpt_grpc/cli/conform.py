@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.cli.exits import Exit
 from gym_ckpt_grpc.cli.output import errors, people, print_json, say, table
 from gym_ckpt_grpc.protocol.errors import UsageError
@@ -27,6 +27,7 @@ async def conform(
     only: Sequence[str],
     ready_within: float,
     allow_insecure: bool,
+    tls: ClientTls | None,
     as_json: bool,
 ) -> Exit:
     """Run the conformance kit and print its report; FAILED if anything is broken, UNREACHABLE if nobody answers."""
@@ -40,6 +41,7 @@ async def conform(
             only=only,
             ready_within=ready_within,
             allow_insecure=allow_insecure,
+            tls=tls,
         )
     except Unreachable as error:
         say(errors, "red", "error:", error)

@@ -14,7 +14,7 @@ from gym_ckpt_grpc.cli.exits import Exit
 from gym_ckpt_grpc.cli.listeners import Listeners, is_here
 from gym_ckpt_grpc.cli.output import people, print_json
 from gym_ckpt_grpc.control import error_from, open_channel, wire
-from gym_ckpt_grpc.coordinator import Finding, Fleet, Sighting, look_at
+from gym_ckpt_grpc.coordinator import Finding, Fleet, Sighting
 from gym_ckpt_grpc.protocol.errors import ErrorCode
 from gym_ckpt_grpc.protocol.identity import PROTOCOL_MINOR
 from gymckpt.v1 import participant_pb2, participant_pb2_grpc
@@ -29,7 +29,7 @@ ADVICE = {
     Finding.NOT_A_PARTICIPANT: "give the control plane's address, or say `participant: false` in the fleet's file",
     Finding.INCOMPATIBLE: "install a newer gym-ckpt-grpc there, or mend what the fleet's file asks for",
     Finding.WRONG_IDENTITY: "two servers are mixed up: mend kind, service or address in the fleet's file",
-    Finding.REFUSED: "give the deployment's token with --token-file",
+    Finding.REFUSED: "give the deployment's token with --token-file, or its certificate with --tls-cert and --tls-key",
     Finding.DUPLICATE: "two processes claim one place: stop one, or give each an instance of its own",
 }
 COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
@@ -58,8 +58,7 @@ async def doctor(fleet: Fleet, access: Access, *, root: str, as_json: bool) -> E
 
 
 async def _look(fleet: Fleet, access: Access, *, anonymous: bool = False) -> list[Sighting]:
-    token = None if anonymous else access.token
-    return await look_at(fleet, token=token, timeout=access.timeout, allow_insecure=access.allow_insecure)
+    return await access.look_at(fleet, anonymous=anonymous)
 
 
 def _name(sighting: Sighting) -> str:
@@ -102,6 +101,8 @@ async def _anonymous(fleet: Fleet, access: Access, found: list[Sighting]) -> lis
             continue
         if s.finding is Finding.REFUSED:
             checks.append(Check(Level.OK, _known_name(s, found), "refuses a call without a token"))
+        elif s.status is None and access.tls is not None:
+            checks.append(Check(Level.OK, _known_name(s, found), "refuses a connection without a certificate"))
         else:
             advice = "start it with tokens: whoever reaches its port can close it"
             checks.append(Check(Level.FAIL, _known_name(s, found), "answers a call without a token", advice))
@@ -115,7 +116,8 @@ def _known_name(sighting: Sighting, found: list[Sighting]) -> str:
 async def _role(sighting: Sighting, access: Access) -> Check:
     """Which role the token has: credentials are looked at first, so an empty call says it and changes nothing."""
     name = _name(sighting)
-    channel = open_channel(sighting.address, token=access.token, allow_insecure=access.allow_insecure)
+    shown = "token" if access.token else "certificate" if access.tls and access.tls.has_certificate else ""
+    channel = open_channel(sighting.address, token=access.token, allow_insecure=access.allow_insecure, tls=access.tls)
     try:
         stub = participant_pb2_grpc.ParticipantServiceStub(channel)
         await stub.RenewLease(participant_pb2.RenewLeaseRequest(), timeout=access.timeout)
@@ -125,10 +127,10 @@ async def _role(sighting: Sighting, access: Access) -> Check:
         except ValueError:
             error = None
         if error is not None and error.code is ErrorCode.INVALID_ARGUMENT:
-            return Check(Level.OK, name, "the token is a controller's" if access.token else "no token is needed")
+            return Check(Level.OK, name, f"the {shown} is a controller's" if shown else "no token is needed")
         if error is not None and error.code is ErrorCode.PERMISSION_DENIED:
             advice = "it can look; prepare, commit, resume and the like need the controller's token"
-            return Check(Level.WARN, name, "the token is an observer's", advice)
+            return Check(Level.WARN, name, f"the {shown} is an observer's", advice)
         return Check(Level.WARN, name, f"the token's role is not known: {error or failure.code().name}", "ask again")
     finally:
         await channel.close()

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gym_ckpt_grpc.cli.access import fleet_of, token_source
+from gym_ckpt_grpc.cli.access import client_tls, fleet_of, token_source, with_tls
 from gym_ckpt_grpc.cli.app import FleetOption, Json, TokenFileOption, app, ended_async
 from gym_ckpt_grpc.cli.carrying import Access, refuse_busy
 from gym_ckpt_grpc.cli.exits import Exit
@@ -18,6 +18,7 @@ from gym_ckpt_grpc.coordinator import Coordinator
 from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.ids import MAX_ATTEMPT, EpisodeId, rollout_id_problem
 from gym_ckpt_grpc.protocol.lease import MAX_LEASE_TTL
+from gym_ckpt_grpc.telemetry import exporting
 
 __all__ = ["app"]
 
@@ -58,12 +59,16 @@ def _run(
     command: Callable[[Access], Coroutine[Any, Any, Exit]],
 ) -> None:
     async def run() -> Exit:
-        return await command(Access(token=token_source(token_file), allow_insecure=allow_insecure, timeout=timeout))
+        with exporting("gym-ckpt"):
+            return await command(
+                Access(token=token_source(token_file), allow_insecure=allow_insecure, timeout=timeout, tls=client_tls())
+            )
 
     ended_async(run)
 
 
 @app.command()
+@with_tls
 def prepare(
     session: Session,
     fleet: FleetOption = None,
@@ -100,6 +105,7 @@ def prepare(
 
 
 @app.command()
+@with_tls
 def commit(
     session: Session,
     episodes: Episodes,
@@ -134,6 +140,7 @@ def commit(
 
 
 @app.command()
+@with_tls
 def publish(
     session: Session,
     deadline: Limit = 120.0,
@@ -152,6 +159,7 @@ def publish(
 
 
 @app.command()
+@with_tls
 def resume(
     session: Session,
     abort: Annotated[bool, typer.Option("--abort", help="Free what was restored instead of opening it.")] = False,
@@ -171,6 +179,7 @@ def resume(
 
 
 @app.command()
+@with_tls
 def restore(
     session: Session,
     root: Annotated[str, typer.Option("--root", help="The checkpoint root: a directory or a file:// URI.")],
@@ -222,6 +231,7 @@ async def _begun(
 
 
 @app.command()
+@with_tls
 def retire(
     episode: Annotated[list[str] | None, typer.Argument(help="Episodes, as capture keys.")] = None,
     episodes: OptionalEpisodes = None,
@@ -252,6 +262,7 @@ def retire(
 
 
 @app.command()
+@with_tls
 def forget(
     rollout: Annotated[list[str], typer.Argument(help="ROLLOUT or ROLLOUT:THROUGH; without: every attempt.")],
     session: OptionalSession = None,
@@ -291,6 +302,7 @@ def _rollouts(words: list[str]) -> dict[str, int]:
 
 
 @app.command()
+@with_tls
 def watch(
     fleet: FleetOption = None,
     token_file: TokenFileOption = None,
@@ -302,13 +314,19 @@ def watch(
 
     async def command(access: Access) -> Exit:
         return await run(
-            fleet_of(fleet), access.token, allow_insecure=allow_insecure, as_json=as_json, live=sys.stdout.isatty()
+            fleet_of(fleet),
+            access.token,
+            allow_insecure=allow_insecure,
+            tls=access.tls,
+            as_json=as_json,
+            live=sys.stdout.isatty(),
         )
 
     _run(token_file, allow_insecure, 10.0, command)
 
 
 @app.command()
+@with_tls
 def doctor(
     fleet: FleetOption = None,
     root: NewRoot = "",

@@ -38,6 +38,14 @@ def show(root: Root, checkpoint: Checkpoint = "latest", as_json: Json = False) -
 
 
 @app.command()
+def timeline(root: Root, checkpoint: Checkpoint = "latest", as_json: Json = False) -> None:
+    """Show how long each participant took for each step of a checkpoint, as a bar."""
+    from gym_ckpt_grpc.cli.timeline import timeline as run
+
+    ended(lambda: run(root, checkpoint, as_json=as_json))
+
+
+@app.command()
 def episode(
     root: Root,
     rollout: Annotated[str, typer.Argument(help="A rollout id, or a capture key, which names an attempt.")],

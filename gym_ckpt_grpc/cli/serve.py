@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
-from gym_ckpt_grpc.auth import Authenticator, Role, TokenSource
+from gym_ckpt_grpc.auth import Authenticator, ClientTls, ServerTls, TokenSource
 from gym_ckpt_grpc.cli.exits import Exit
 from gym_ckpt_grpc.cli.output import errors, people, print_json
 from gym_ckpt_grpc.coordinator import Coordinator, DiscoveryFailed, Fleet
 from gym_ckpt_grpc.coordinator.served import CoordinatorServer
 from gym_ckpt_grpc.storage import Retention
+from gym_ckpt_grpc.telemetry import exporting
 
 AGAIN = 1.0
 """Seconds between two looks at a fleet that is not complete yet."""
@@ -24,7 +26,10 @@ async def serve_coordinator(
     address: str,
     *,
     token: TokenSource | None,
-    observer_token: TokenSource | None,
+    authenticator: Authenticator | None,
+    client_tls: ClientTls | None,
+    server_tls: ServerTls | None,
+    audit_log: Path | None,
     controller: str,
     wait: float,
     session_ttl: float,
@@ -34,14 +39,13 @@ async def serve_coordinator(
     allow_insecure: bool,
     as_json: bool,
 ) -> Exit:
-    """Serve until interrupted. The token is both what participants are sent and what clients must send."""
-    tokens = {Role.CONTROLLER: token, Role.OBSERVER: observer_token}
-    known = {role: source for role, source in tokens.items() if source is not None}
+    """Serve until interrupted. token, client_tls: what participants are shown; the others are this server's own."""
     coordinator = Coordinator(
         fleet,
         root=root,
         controller_id=controller,
         token=token,
+        tls=client_tls,
         allow_insecure=allow_insecure,
         incremental=incremental,
         max_chain=max_chain,
@@ -50,10 +54,18 @@ async def serve_coordinator(
     server = CoordinatorServer(
         coordinator,
         address,
-        authenticator=Authenticator(known) if known else None,
+        authenticator=authenticator,
+        tls=server_tls,
+        audit_log=audit_log,
         allow_insecure=allow_insecure,
         session_ttl=session_ttl,
     )
+    # Outermost: what it waits for at the end comes after all that the server has to do.
+    with exporting("gym-ckpt-coordinator"):
+        return await _served(coordinator, server, wait, as_json=as_json)
+
+
+async def _served(coordinator: Coordinator, server: CoordinatorServer, wait: float, *, as_json: bool) -> Exit:
     async with _entered(coordinator, wait), server:
         if as_json:
             print_json({"address": server.address, "epoch": coordinator.epoch, "root": coordinator.root.uri})

@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.cli.exits import Exit
 from gym_ckpt_grpc.cli.output import people, print_json, say, table
 from gym_ckpt_grpc.control import wire
@@ -14,10 +14,16 @@ from gym_ckpt_grpc.coordinator import Fleet, Sighting, look_at
 
 
 async def status(
-    fleet: Fleet, token: TokenSource | None, *, timeout: float, allow_insecure: bool, as_json: bool
+    fleet: Fleet,
+    token: TokenSource | None,
+    *,
+    timeout: float,
+    allow_insecure: bool,
+    tls: ClientTls | None,
+    as_json: bool,
 ) -> Exit:
     """Ask every participant at once, each at most `timeout` seconds; UNREACHABLE if one has a bad finding."""
-    found = await look_at(fleet, token=token, timeout=timeout, allow_insecure=allow_insecure)
+    found = await look_at(fleet, token=token, timeout=timeout, allow_insecure=allow_insecure, tls=tls)
     if as_json:
         print_json({"servers": [_described(sighting) for sighting in found]})
     else:

@@ -15,6 +15,7 @@ from gym_ckpt_grpc.cli.output import errors, people, print_json, say, table
 from gym_ckpt_grpc.minigym.deployment import Deployment
 from gym_ckpt_grpc.minigym.supervisor import Supervisor, Unhealthy
 from gym_ckpt_grpc.minigym.tasks import Task, make_tasks
+from gym_ckpt_grpc.minigym.topology import Topology
 from gym_ckpt_grpc.minigym.trainer import Trainer
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 
@@ -52,13 +53,14 @@ class InFlight(dict[str, EpisodeId]):
         temporary.replace(self._file)
 
 
-async def up(*, directory: Path | None, rollouts: int, as_json: bool) -> Exit:
+async def up(*, directory: Path | None, rollouts: int, mtls: bool, audit: bool, as_json: bool) -> Exit:
     """Start it, print where everything is, and stay until interrupted or a server ends."""
     temporary = directory is None
     place = Path(tempfile.mkdtemp(prefix="gym-ckpt-up-")) if directory is None else directory
     try:
         plan_file = place / "minigym.json"
-        plan = Deployment.load(plan_file) if plan_file.exists() else Deployment.create(place)
+        topology = Topology(mtls=mtls, audit=audit)
+        plan = Deployment.load(plan_file) if plan_file.exists() else Deployment.create(place, topology=topology)
         async with Supervisor(plan.logs) as servers:
             await servers.start(plan.specs(life=FIRST_LIFE))
             in_flight = InFlight(place / IN_FLIGHT)
@@ -98,6 +100,14 @@ def _named(task: Task, round_number: int) -> Task:
     return replace(task, rollout_id=f"{round_number}-{task.rollout_id}")
 
 
+def _tls_files(plan: Deployment) -> dict[str, str]:
+    """What the options --tls-ca, --tls-cert and --tls-key need; empty without mTLS."""
+    if not plan.topology.mtls:
+        return {}
+    certificate, key = plan.certificate("controller")
+    return {"ca": str(plan.certificates / "ca.pem"), "cert": str(certificate), "key": str(key)}
+
+
 def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
     described = {
         "directory": plan.directory,
@@ -106,12 +116,15 @@ def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
         "token_file": str(plan.token_file("controller")),
         "in_flight": str(Path(plan.directory) / IN_FLIGHT),
         "observer_token_file": str(plan.token_file("observer")),
+        "tls": _tls_files(plan),
+        "audit_log": str(plan.audit_log or ""),
         "servers": [
             {
                 "role": server.name,
                 "pid": servers.pids[server.name],
                 "url": server.url,
                 "control_address": server.control_address if server.kind else "",
+                "metrics": servers.metrics.targets.get(server.name, ""),
             }
             for server in plan.servers
         ],
@@ -123,6 +136,14 @@ def _print(plan: Deployment, servers: Supervisor, *, as_json: bool) -> None:
     people.print(table("", ["server", "pid", "data plane", "control plane"], rows))
     people.print(f"fleet  {described['fleet']}", soft_wrap=True)
     people.print(f"root   {described['root']}", soft_wrap=True)
-    people.print(f"token  {described['token_file']}", soft_wrap=True)
+    if plan.topology.mtls:
+        ca, certificate, key = _tls_files(plan).values()
+        people.print(f"certificate  --tls-ca {ca} --tls-cert {certificate} --tls-key {key}", soft_wrap=True)
+    else:
+        people.print(f"token  {described['token_file']}", soft_wrap=True)
+    if plan.audit_log:
+        people.print(f"audit log  {plan.audit_log}", soft_wrap=True)
+    if servers.metrics.targets:
+        people.print(f"metrics of each server: {servers.metrics.file}", soft_wrap=True)
     people.print(f"rollouts in flight are listed in {described['in_flight']}", soft_wrap=True)
     people.print("up; Ctrl-C ends it")

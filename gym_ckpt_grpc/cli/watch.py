@@ -10,22 +10,41 @@ import orjson
 from rich.live import Live
 from rich.table import Table
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.cli.exits import Exit
-from gym_ckpt_grpc.cli.output import people, table
+from gym_ckpt_grpc.cli.output import people, size, table
 from gym_ckpt_grpc.control import wire
 from gym_ckpt_grpc.coordinator import Fleet, Sighting
 from gym_ckpt_grpc.coordinator import watch as sightings_of
 
-COLUMNS = ("participant", "phase", "checkpoint", "lease s", "blockers", "oldest", "records", "pending", "marks")
+COLUMNS = (
+    "participant",
+    "phase",
+    "checkpoint",
+    "lease s",
+    "blockers",
+    "oldest",
+    "records",
+    "bytes",
+    "pending",
+    "marks",
+)
 
 
-async def watch(fleet: Fleet, token: TokenSource | None, *, allow_insecure: bool, as_json: bool, live: bool) -> Exit:
+async def watch(
+    fleet: Fleet,
+    token: TokenSource | None,
+    *,
+    allow_insecure: bool,
+    tls: ClientTls | None,
+    as_json: bool,
+    live: bool,
+) -> Exit:
     """Until interrupted. live: redraw one table, as on a terminal; else one line per change."""
     newest: dict[str, Sighting] = {}
     redrawn = live and not as_json
     with Live(_table(newest), console=people, auto_refresh=False) if redrawn else nullcontext() as shown:
-        async with aclosing(sightings_of(fleet, token=token, allow_insecure=allow_insecure)) as changes:
+        async with aclosing(sightings_of(fleet, token=token, allow_insecure=allow_insecure, tls=tls)) as changes:
             async for sighting in changes:
                 newest[sighting.address] = sighting
                 if shown is not None:
@@ -69,6 +88,7 @@ def described(sighting: Sighting) -> dict[str, Any]:
         "records_done": status.progress.records_done,
         "records_total": status.progress.records_total,
         "bytes_done": status.progress.bytes_done,
+        "bytes_total": status.progress.bytes_total,
         "restored_pending": status.restored_pending,
         "marks_held": status.marks_held,
     }
@@ -88,6 +108,7 @@ def _cells(sighting: Sighting) -> list[str]:
         str(told["blocker_count"]),
         f"{oldest['episode']} {oldest['reason']} {oldest['age']:.1f} s {oldest['place']}".rstrip() if oldest else "",
         f"{told['records_done']}/{total}" if total else "",
+        size(told["bytes_done"]) if told["bytes_done"] else "",
         str(told["restored_pending"] or ""),
         str(told["marks_held"] or ""),
     ]

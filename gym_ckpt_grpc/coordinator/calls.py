@@ -142,7 +142,7 @@ async def call(
 
     def outcome(reply: Any, problem: ControlError | None) -> Outcome[Any]:
         took = time.monotonic() - begun
-        return Outcome(method, member.identity, reply, problem, transport, took, sent_at, tries)
+        return Outcome(method, member.identity, reply, problem, transport, took, sent_at, tries, begun)
 
     while (left := deadline.left()) > 0:
         tries, sent_at = tries + 1, time.monotonic()

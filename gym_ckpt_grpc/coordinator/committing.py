@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from gym_ckpt_grpc.coordinator.ledger import Part
 from gym_ckpt_grpc.coordinator.member import Member
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.coordinator.preparing import prepare_request
-from gym_ckpt_grpc.coordinator.report import LEFT_OUT, NO_RECORD
+from gym_ckpt_grpc.coordinator.report import EXCLUDED, LEFT_OUT, LOST, NO_RECORD, RESTART, FleetReport
 from gym_ckpt_grpc.coordinator.session import Heard, Request, Session
 from gym_ckpt_grpc.protocol.errors import InvalidPhase
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
@@ -175,6 +175,22 @@ class Committing:
                 f"record and lists {len(found)}; without one: {_names(missing)}"
             )
         return problems
+
+
+def fates(
+    settled: Settled, lost: Iterable[EpisodeId], report: FleetReport
+) -> tuple[tuple[EpisodeId, ...], dict[EpisodeId, str]]:
+    """What continues, and what restarts and why, once it is known what was lost with replaced processes."""
+    gone = dict.fromkeys(lost, LOST)
+    continued = tuple(episode for episode in settled.continued if episode not in gone)
+    restarts = {**gone, **settled.restarts}
+    if report.excluded:
+        # Which rollouts an excluded server holds is not known: none of them continues.
+        restarts.update(dict.fromkeys(continued, EXCLUDED))
+        continued = ()
+    for episode, reason in {**dict.fromkeys(report.restarts, RESTART), **report.set_aside}.items():
+        restarts.setdefault(episode, reason)
+    return continued, restarts
 
 
 def _names(episodes: Sequence[EpisodeId]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.coordinator.calls import Retries
 from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
 from gym_ckpt_grpc.coordinator.detaching import go_on, renew
@@ -24,9 +24,9 @@ from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.coordinator.restoration import Restoration
 from gym_ckpt_grpc.coordinator.retiring import (
     RetireResult,
-    forget_everywhere,
+    forget_within,
     highest_attempts,
-    retire_everywhere,
+    retire_within,
 )
 from gym_ckpt_grpc.coordinator.session import Session, Settings
 from gym_ckpt_grpc.coordinator.session_state import SessionState
@@ -37,7 +37,9 @@ from gym_ckpt_grpc.protocol.errors import ControlError, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId, checkpoint_id_problem
 from gym_ckpt_grpc.protocol.lease import DEFAULT_LEASE_TTL, MAX_LEASE_TTL
 from gym_ckpt_grpc.storage import LATEST, CheckpointRoot, FileLayer, Retention, delete_checkpoint
-from gym_ckpt_grpc.telemetry import CallObserver
+from gym_ckpt_grpc.telemetry import ActiveSpan, CallObserver, Telemetry, default_telemetry
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry.catalogue import COORDINATE_ENTERING, COORDINATE_FORGET, COORDINATE_RETIRE
 
 LEAVE_PATIENCE = 5.0
 """Seconds that leaving a coordinator waits for pending Resumes; leases reopen what is left. And for its release."""
@@ -59,13 +61,14 @@ class Coordinator:
     release.
 
     root: `file://` URI or absolute path. controller_id, run_id: characters as a checkpoint id; run_id is
-    controller_id by default. token: sent with every call. allow_insecure: plain text beyond this host. All times
-    are seconds, finite and positive. lease_ttl: at most 600. discovery_timeout: per look. exit_timeout: bound of
-    every exit. stage_grace: head start of a stage of Resume. incremental: refer to the newest published checkpoint for
-    records that did not change, unless a `commit` says otherwise; max_chain: checkpoints after which the next is
-    written in full again. retention: which published checkpoints to keep; after each publication, once the fleet is
-    open, the others are removed, and what crashed runs left. None, the default, removes nothing: nobody's checkpoints
-    go unasked. observer: told of every call. on_event: told of every event, on the loop.
+    controller_id by default. token: sent with every call. allow_insecure: plain text beyond this host. tls:
+    encrypts channels. All times are seconds, finite and positive. lease_ttl: at most 600. discovery_timeout: per
+    look. exit_timeout: bound of every exit. stage_grace: head start of a stage of Resume. incremental: refer to the
+    newest published checkpoint for records that did not change, unless a `commit` says otherwise; max_chain:
+    checkpoints after which the next is written in full again. retention: which published checkpoints to keep; after
+    each publication, once the fleet is open, the others are removed, and what crashed runs left. None, the default,
+    removes nothing: nobody's checkpoints go unasked. observer: told of every call. telemetry: where spans and
+    metrics go; the process's own if None. on_event: told of every event, on the loop.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Coordinator:
         run_id: str = "",
         token: TokenSource | None = None,
         allow_insecure: bool = False,
+        tls: ClientTls | None = None,
         lease_ttl: float = DEFAULT_LEASE_TTL,
         discovery_timeout: float = 60.0,
         exit_timeout: float = 30.0,
@@ -85,6 +89,7 @@ class Coordinator:
         max_chain: int = MAX_CHAIN,
         retention: Retention | None = None,
         observer: CallObserver | None = None,
+        telemetry: Telemetry | None = None,
         on_event: Callable[[Event], None] | None = None,
         files: FileLayer | None = None,
         retries: Retries | None = None,
@@ -110,7 +115,10 @@ class Coordinator:
             max_chain=max_chain,
             retention=retention,
         )
-        self._credentials = Credentials(token=token, allow_insecure=allow_insecure, observer=observer)
+        self.telemetry = telemetry or default_telemetry()
+        self._credentials = Credentials(
+            token=token, allow_insecure=allow_insecure, tls=tls, observer=observer, telemetry=self.telemetry
+        )
         self._retries = retries
         self._session: Session | None = None
         self._state: SessionState | None = None
@@ -122,8 +130,10 @@ class Coordinator:
         *,
         token: TokenSource | None = None,
         allow_insecure: bool = False,
+        tls: ClientTls | None = None,
         discovery_timeout: float = 60.0,
         exit_timeout: float = 30.0,
+        telemetry: Telemetry | None = None,
         on_event: Callable[[Event], None] | None = None,
         files: FileLayer | None = None,
         retries: Retries | None = None,
@@ -141,9 +151,11 @@ class Coordinator:
             run_id=state.run_id,
             token=token,
             allow_insecure=allow_insecure,
+            tls=tls,
             lease_ttl=state.lease_ttl,
             discovery_timeout=discovery_timeout,
             exit_timeout=exit_timeout,
+            telemetry=telemetry,
             on_event=on_event,
             files=files,
             retries=retries,
@@ -177,20 +189,25 @@ class Coordinator:
             retries=self._retries,
         )
         try:
-            await self._enter(session)
+            if self._state:
+                await self._go_on(session, self._state)
+            else:
+                with session.trace.entering(COORDINATE_ENTERING) as span:
+                    await self._enter(session, span)
         except BaseException:
             await self._close(session)
             raise
         return self
 
-    async def _enter(self, session: Session) -> None:
+    async def _go_on(self, session: Session, state: SessionState) -> None:
+        await go_on(session, state, Deadline(self._settings.discovery_timeout))
+        await session.renewal.start()
+
+    async def _enter(self, session: Session, span: ActiveSpan) -> None:
         deadline = Deadline(self._settings.discovery_timeout)
-        if self._state:
-            await go_on(session, self._state, deadline)
-            await session.renewal.start()
-            return
         await in_thread(self.root.preflight, "preparing the root", deadline)
         found = await session.members(deadline)
+        span.set(at.PARTICIPANTS, len(found.members))
 
         def claim() -> None:
             session.claim = self.root.sequence.claim(self.controller_id, self.run_id, above=found.highest_epoch)
@@ -225,6 +242,7 @@ class Coordinator:
         try:
             await session.end_background(LEAVE_PATIENCE)
             await session.retaining.close(LEAVE_PATIENCE)
+            await session.event_logs.close()
             await session.renewal.stop()
             await session.connections.close()
         finally:
@@ -296,8 +314,11 @@ class Coordinator:
         if not chosen:
             return RetireResult()
         session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
-        members, missing = await session.reachable("Retire", limit)
-        return await retire_everywhere(session, members, chosen, limit, checkpoint_id=session.open_id, missing=missing)
+        with session.trace.operation(COORDINATE_RETIRE, "retire", checkpoint_id=session.open_id) as timed:
+            members, missing = await session.reachable("Retire", limit)
+            return await retire_within(
+                timed, session, members, chosen, limit, checkpoint_id=session.open_id, missing=missing
+            )
 
     async def forget(
         self, rollouts: Mapping[str, int] | Iterable[EpisodeId], *, deadline: float = 60.0
@@ -310,10 +331,11 @@ class Coordinator:
         if not chosen:
             return []
         session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
-        members, missing = await session.reachable("Forget", limit)
-        if missing:
-            raise ForgetFailed(f"Forget was not begun: {describe(missing)}", missing)
-        return await forget_everywhere(session, members, chosen, limit, checkpoint_id=session.open_id)
+        with session.trace.operation(COORDINATE_FORGET, "forget", checkpoint_id=session.open_id) as timed:
+            members, missing = await session.reachable("Forget", limit)
+            if missing:
+                raise ForgetFailed(f"Forget was not begun: {describe(missing)}", missing)
+            return await forget_within(timed, session, members, chosen, limit, checkpoint_id=session.open_id)
 
     async def renew(self, *, deadline: float = 5.0) -> list[Outcome[Any]]:
         """Extend every participant's lease of what is open now by the same duration: `lease_ttl` from here on.
@@ -324,7 +346,8 @@ class Coordinator:
         session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
         open_id = session.open_id
         members = [hold.member for hold in session.renewal.holds.of(open_id)]
-        outcomes = await renew(session, open_id, members, limit)
+        with session.trace.inside():
+            outcomes = await renew(session, open_id, members, limit)
         session.require_leases(open_id)
         return outcomes
 

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from gym_ckpt_grpc.coordinator.member import Member
 from gym_ckpt_grpc.protocol.errors import ControlError, StateCorrupt, StateNotFound
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
@@ -108,9 +110,10 @@ def write_intent(
     return root.write_intent(intent).uri
 
 
-def write_manifest(root: CheckpointRoot, draft: Draft) -> tuple[AggregateManifest, str]:
+def write_manifest(root: CheckpointRoot, draft: Draft, *, traceparent: str = "") -> tuple[AggregateManifest, str]:
     """Read every part's manifest back, compare it with the reply, then write the aggregate manifest, durable.
 
+    traceparent: of the checkpoint's span, so that a restore is linked to its trace.
     Raises StateCorrupt or StateNotFound naming the participant, and what `write_aggregate` raises.
     """
     location = root.location(draft.checkpoint_id)
@@ -125,6 +128,7 @@ def write_manifest(root: CheckpointRoot, draft: Draft) -> tuple[AggregateManifes
         excluded=tuple(_excluded(name, reason) for name, reason in sorted(draft.excluded.items())),
         trainer=OpaqueBlock.of(draft.trainer) if draft.trainer else None,
         policy_versions=dict(draft.policy_versions),
+        traceparent=traceparent or msgspec.UNSET,
     )
     lists = EpisodeLists(draft.continued, draft.restarts)
     return write_aggregate(root.files, location, manifest, episodes=lists)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.coordinator.calls import failure_of, identity_of
 from gym_ckpt_grpc.coordinator.deadlines import Deadline
 from gym_ckpt_grpc.coordinator.errors import DiscoveryFailed
@@ -89,10 +89,15 @@ class Membership:
 
 
 async def look_at(
-    fleet: Fleet, *, token: TokenSource | None = None, timeout: float = 10.0, allow_insecure: bool = False
+    fleet: Fleet,
+    *,
+    token: TokenSource | None = None,
+    timeout: float = 10.0,
+    allow_insecure: bool = False,
+    tls: ClientTls | None = None,
 ) -> list[Sighting]:
     """Look at a fleet once, without a coordinator: claims no epoch and changes nothing."""
-    connections = Connections(Credentials(token=token, allow_insecure=allow_insecure))
+    connections = Connections(Credentials(token=token, allow_insecure=allow_insecure, tls=tls))
     try:
         return await look(await fleet.resolve(), connections, timeout)
     finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.control import open_channel
 from gym_ckpt_grpc.coordinator.encoded import EncodedChannel
 from gym_ckpt_grpc.coordinator.fleet import Endpoint, Server
@@ -53,6 +53,7 @@ class Credentials:
 
     token: TokenSource | None = None
     allow_insecure: bool = False
+    tls: ClientTls | None = None
     observer: CallObserver | None = None
     telemetry: Telemetry | None = None
 
@@ -62,6 +63,7 @@ class Credentials:
             address,
             token=self.token,
             allow_insecure=self.allow_insecure,
+            tls=self.tls,
             dedicated=dedicated,
             observer=self.observer,
             telemetry=self.telemetry,

@@ -19,7 +19,7 @@ class Outcome(Generic[R_co]):
     operation: name of the RPC. identity: whom it was sent to, as pinned. reply: the message, or None on failure.
     error: the typed failure, or None. transport: the gRPC status where the failure carried no ControlError.
     duration: seconds from the first try to the end. sent_at: monotonic seconds at which the last try was sent.
-    tries: calls sent.
+    tries: calls sent. begun: monotonic seconds of the first try.
     """
 
     operation: str
@@ -30,6 +30,7 @@ class Outcome(Generic[R_co]):
     duration: float = 0.0
     sent_at: float = 0.0
     tries: int = 1
+    begun: float = 0.0
 
     @property
     def ok(self) -> bool:

@@ -16,6 +16,7 @@ from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
 from gym_ckpt_grpc.coordinator.report import FleetReport
 from gym_ckpt_grpc.coordinator.session import Heard, Session
 from gym_ckpt_grpc.coordinator.stage_progress import told
+from gym_ckpt_grpc.coordinator.tracing import Stages
 from gym_ckpt_grpc.protocol.errors import InvalidPhase
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.phases import Phase
@@ -35,7 +36,12 @@ class Preparing:
         self.excluded: dict[str, str] = {}
 
     async def run(
-        self, members: Sequence[Member], ready_within: float, deadline: Deadline, known: FleetReport
+        self,
+        members: Sequence[Member],
+        ready_within: float,
+        deadline: Deadline,
+        known: FleetReport,
+        spans: Stages,
     ) -> FleetReport:
         """Prepare every stage. Raises NotPrepared at the first that is not ready: later ones stay untouched.
 
@@ -44,16 +50,21 @@ class Preparing:
         stages = in_stages(members, PREPARE_STAGES)
         all_ready = deadline.within(ready_within)
         outcomes: list[Outcome[Any]] = []
-        for at, stage in enumerate(stages):
-            part = all_ready.within(stage_part(stages[at:], all_ready.left()))
-            answers = await self._stage(stage, part, deadline)
-            outcomes += answers
-            self._exclude_or_raise(stage, answers, outcomes)
-            self._tell(stage, answers)
-            if waiting := [o for o in answers if o.ok and wire.phase_from(o.answer.phase) is not Phase.PREPARED]:
-                report = await self._report(members, outcomes, known, deadline, ready=False)
-                names = ", ".join(outcome.name for outcome in waiting)
-                raise NotPrepared(f"not ready in time: {names}: {report.text()}", outcomes, report)
+        for (kind,) in PREPARE_STAGES:
+            stage = stages[0] if stages and stages[0][0].kind is kind else []
+            with spans.stage(kind.value, len(stage)):
+                if not stage:
+                    continue
+                part = all_ready.within(stage_part(stages, all_ready.left()))
+                stages = stages[1:]
+                answers = await self._stage(stage, part, deadline)
+                outcomes += answers
+                self._exclude_or_raise(stage, answers, outcomes)
+                self._tell(stage, answers)
+                if waiting := [o for o in answers if o.ok and wire.phase_from(o.answer.phase) is not Phase.PREPARED]:
+                    report = await self._report(members, outcomes, known, deadline, ready=False)
+                    names = ", ".join(outcome.name for outcome in waiting)
+                    raise NotPrepared(f"not ready in time: {names}: {report.text()}", outcomes, report)
         return await self._report(members, outcomes, known, deadline, ready=True)
 
     async def _stage(self, stage: list[Member], part: Deadline, deadline: Deadline) -> list[Outcome[Any]]:

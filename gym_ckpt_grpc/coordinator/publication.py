@@ -32,14 +32,15 @@ class Publication:
         self.latest_error = ""
         self._appending: set[object] = set()  # tries whose thread has not ended; a hung one comes back some day
 
-    async def run(self, draft: ledger.Draft, deadline: Deadline) -> int:
+    async def run(self, draft: ledger.Draft, deadline: Deadline, *, traceparent: str = "") -> int:
         """Write the manifest, then the entry; returns its number. The same call again gives the same.
 
+        traceparent: see `ledger.write_manifest`.
         Raises PublishFailed (nothing is published), PublishUnknown (the same call again decides),
         StaleController (a newer controller has taken over).
         """
         try:
-            await in_thread(lambda: self._write(draft), "writing the aggregate manifest", deadline)
+            await in_thread(lambda: self._write(draft, traceparent), "writing the aggregate manifest", deadline)
         except StaleController:
             raise
         except ControlError as error:
@@ -58,8 +59,8 @@ class Publication:
         assert self.number is not None
         return self.number
 
-    def _write(self, draft: ledger.Draft) -> None:
-        self.manifest, self.digest = ledger.write_manifest(self._root, draft)
+    def _write(self, draft: ledger.Draft, traceparent: str) -> None:
+        self.manifest, self.digest = ledger.write_manifest(self._root, draft, traceparent=traceparent)
 
     def _append(self, a_try: object) -> None:
         try:

@@ -7,6 +7,7 @@ apart from the others every `ttl / 3`, with a deadline of `ttl / 6`. Source: coo
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 from collections.abc import Callable
@@ -33,7 +34,10 @@ GONE = frozenset(
 
 
 class Renewal:
-    """Renews the holds of one coordinator. `start` and `stop` are called on the coordinator's loop."""
+    """Renews the holds of one coordinator. `start` and `stop` are called on the coordinator's loop.
+
+    within: the context of the block whose leases begin now, so that renewals belong to its trace; None for no trace.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Renewal:
         context: Callable[[str], participant_pb2.ControlContext],
     ) -> None:
         self.holds = holds
+        self.within: contextvars.Context | None = None
         self._credentials = credentials
         self._context = context
         self._thread: threading.Thread | None = None
@@ -72,7 +77,9 @@ class Renewal:
         known = self.holds.get(member, checkpoint_id)
         hold = self.holds.begin(member, checkpoint_id, ttl)
         if hold is not known and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._own, hold)
+            # Not the operation's context: its span ends, and the renewals go on.
+            context = None if self.within is None else self.within.copy()
+            self._loop.call_soon_threadsafe(self._own, hold, context=context)
         return hold
 
     def accepted(self, member: Member, checkpoint_id: str, sent_at: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gym_ckpt_grpc.control import wire
 from gym_ckpt_grpc.coordinator.calls import identity_problem
+from gym_ckpt_grpc.coordinator.codes import outcome_of_all
 from gym_ckpt_grpc.coordinator.deadlines import Deadline
 from gym_ckpt_grpc.coordinator.errors import describe
 from gym_ckpt_grpc.coordinator.events import EventKind
@@ -22,6 +23,7 @@ from gym_ckpt_grpc.coordinator.result import CheckpointState
 from gym_ckpt_grpc.coordinator.session import Session
 from gym_ckpt_grpc.protocol.errors import ControlError, InternalError, OutOfTime
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
+from gym_ckpt_grpc.telemetry.catalogue import COORDINATE_RESUME
 from gymckpt.v1 import participant_pb2
 
 PATIENT_TRIES = 4
@@ -63,12 +65,21 @@ class Reopening:
 
         One outcome per member, in their order. Cancelling it leaves the calls to the session.
         """
+        again = self.begun is not None and not self.pending
         self.begun = self.begun or time.monotonic()
         stages = in_stages(self._members, RESUME_STAGES)
-        await with_head_start(stages, self._start, grace=min(self._session.settings.stage_grace, deadline.left()))
-        if self._settled:
-            await asyncio.wait(self._settled.values(), timeout=deadline.left())
-        outcomes = [self._outcome(member) for member in self._members]
+        trace, count = self._session.trace, len(self._members)
+        with trace.operation(
+            COORDINATE_RESUME, "resume", checkpoint_id=self._checkpoint_id, participants=count
+        ) as timed:
+            if again:
+                timed.replayed()
+            await with_head_start(stages, self._start, grace=min(self._session.settings.stage_grace, deadline.left()))
+            if self._settled:
+                await asyncio.wait(self._settled.values(), timeout=deadline.left())
+            outcomes = [self._outcome(member) for member in self._members]
+            # Whoever has not answered is not known to be open: an error here, whatever its lease will do.
+            timed.failed(outcome_of_all(outcomes))
         failed = [outcome for outcome in outcomes if outcome.error]
         kept = "; their records are in memory, nothing is durable yet" if self._keep_write else ""
         text = f"pending: {describe(failed)}" if failed else f"{len(outcomes)} participants are open{kept}"
@@ -137,4 +148,5 @@ class Reopening:
         if known := self.outcomes.get(member.name):
             return known
         waiting = OutOfTime("Resume has not answered yet; it goes on", participant=member.name)
-        return Outcome("Resume", member.identity, None, self._last_failure.get(member.name, waiting))
+        error, begun = self._last_failure.get(member.name, waiting), self.begun or time.monotonic()
+        return Outcome("Resume", member.identity, None, error, duration=time.monotonic() - begun, begun=begun)

@@ -30,9 +30,13 @@ from gym_ckpt_grpc.coordinator.session import Session
 from gym_ckpt_grpc.coordinator.session_state import SessionState, Step, episodes, keys
 from gym_ckpt_grpc.coordinator.takeover import settle_open
 from gym_ckpt_grpc.coordinator.threads import in_thread
+from gym_ckpt_grpc.coordinator.tracing import ABORTED, DETACHED, RESTORED
 from gym_ckpt_grpc.protocol.errors import GymCkptError, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import AggregateManifest, Payload, Place
+from gym_ckpt_grpc.telemetry import Timed
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry.catalogue import COORDINATE_RESTORE, COORDINATE_RESTORING
 
 CLEAN_UP = 30.0
 """Seconds that the clean-up of a failed restore has, if no more is left."""
@@ -80,6 +84,7 @@ class Restoration:
         self._entered = False
         self._step = Step.NEW
         self._opened = False
+        self._restarting: tuple[EpisodeId, ...] = ()
 
     @property
     def manifest(self) -> AggregateManifest:
@@ -107,22 +112,24 @@ class Restoration:
         session = self._session
         if self._entered:
             raise UsageError(f"restore {self.id} was entered before")
-        session.enter(self.id, self, lease_ttl=self.lease_ttl)
+        trace = self._state.traceparent if self._state else ""
+        session.enter(self.id, self, COORDINATE_RESTORING, lease_ttl=self.lease_ttl, traceparent=trace)
         self._entered, self._deadline = True, Deadline(self._seconds)
         try:
-            await (self._attach(self._state) if self._state else self._enter())
+            with session.trace.inside():
+                await (self._attach(self._state) if self._state else self._restore())
         except BaseException as error:
             try:
                 await self._clean_up(error)
             finally:
-                session.left()
+                session.left(ABORTED, error)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        session = self._session
+        session, result, left_by = self._session, ABORTED, error
         try:
             if error is not None:
                 await self._clean_up(error)
@@ -130,29 +137,40 @@ class Restoration:
             if self._detached:
                 for member in self._members:
                     session.renewal.release(member, self.id)
-                session.handed_on = True
+                session.handed_on, result = True, DETACHED
                 return
             try:
-                await leave_shielded(self._open, session.settings.exit_timeout, None)
+                with session.trace.inside():
+                    await leave_shielded(self._open, session.settings.exit_timeout, None)
             except BaseException as failure:
+                left_by = failure
                 if not self._opened:
                     await self._clean_up(failure)
                 raise
+            finally:
+                result = RESTORED if self._opened else ABORTED
         finally:
-            session.left()
+            session.left(result, left_by)
 
-    async def _enter(self) -> None:
+    async def _restore(self) -> None:
+        with self._session.trace.operation(COORDINATE_RESTORE, "restore", checkpoint_id=self.id) as timed:
+            await self._enter(timed)
+
+    async def _enter(self, timed: Timed) -> None:
         session, deadline = self._session, self._deadline
         self.source = await in_thread(
             lambda: ledger.read_source(session.root, self._selector), "reading the checkpoint", deadline
         )
         self._source_id = self.manifest.checkpoint_id
+        session.trace.set(at.SOURCE, self._source_id)
+        session.trace.link(self.manifest.traceparent or "")
         found = await session.members(deadline)
         if found.open_checkpoints():
             await settle_open(session, found, deadline)
         chosen, members = self._chosen(), _matched(self.manifest, found)
         await in_thread(self._pin, "pinning the checkpoint", deadline)
         self._members = members
+        timed.set(at.PARTICIPANTS, len(members))
         installing = Installing(session, self.source, members, chosen)
         try:
             plan = self._plan = await installing.plan(found, deadline)
@@ -164,6 +182,7 @@ class Restoration:
         self._step = Step.RESTORED
         self.continued = tuple(plan.targets.values())
         self.restarts = dict(self.source.lists.restarts)
+        self._restarting = tuple(self.restarts)
         text = f"{len(self.continued)} installed from {self.manifest.checkpoint_id}"
         session.events.add(EventKind.RESTORE, text, checkpoint_id=self.id)
 
@@ -180,6 +199,8 @@ class Restoration:
             members=self._members,
             source=self._source_id or self._selector,
             targets=keys(self.continued),
+            restarts=keys(self._restarting),
+            traceparent=self._session.trace.traceparent,
         )
 
     async def detach(self) -> SessionState:
@@ -190,7 +211,9 @@ class Restoration:
         session = self._session
         if self._step is not Step.RESTORED or session.open_id != self.id:
             raise UsageError(f"detach is not possible: restore {self.id} is not open")
-        await renew(session, self.id, self._members, self._deadline.within(session.settings.exit_timeout))
+        with session.trace.inside():
+            limit = self._deadline.within(session.settings.exit_timeout)
+            await renew(session, self.id, self._members, limit)
         session.require_leases(self.id)
         self._detached = True
         return self.state()
@@ -202,7 +225,7 @@ class Restoration:
             await self._attach_unfinished()
             return
         self._members = tuple(members_of(session, state))
-        self.continued = episodes(state.targets)
+        self.continued, self._restarting = episodes(state.targets), episodes(state.restarts)
         self._plan = Plan({target: target for target in self.continued})
         await take_up(session, state, self._members, self._deadline)
 
@@ -249,13 +272,16 @@ class Restoration:
         session.source_checkpoint = self._source_id
         session.replacements.restored()
         self._opened = True
+        session.count_rollouts("continued", len(self.continued))
+        session.count_rollouts("restarted", len(self._restarting))
 
     async def _clean_up(self, error: BaseException) -> None:
         """Retire the next attempts everywhere, then Resume everywhere; failures are notes on the error."""
         if not self._members:
             return
         limit = max(self._deadline.left(), CLEAN_UP)
-        await leave_shielded(lambda deadline: self._undo(deadline, error), limit, error)
+        with self._session.trace.inside():
+            await leave_shielded(lambda deadline: self._undo(deadline, error), limit, error)
 
     async def _undo(self, deadline: Deadline, error: BaseException) -> None:
         session = self._session

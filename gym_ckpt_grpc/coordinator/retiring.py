@@ -14,6 +14,9 @@ from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
 from gym_ckpt_grpc.coordinator.session import MAX_RETIRE, Request, Session, in_batches
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.protocol.validation import MAX_FORGET
+from gym_ckpt_grpc.telemetry import Timed
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry.catalogue import COORDINATE_FORGET, COORDINATE_RETIRE
 from gymckpt.v1 import participant_pb2
 
 MAX_NAMED = 5
@@ -38,9 +41,26 @@ async def retire_everywhere(
     deadline: Deadline,
     *,
     checkpoint_id: str = "",
+) -> RetireResult:
+    """Refuse and free attempts everywhere at once, as an operation. Raises RetireFailed if any is incomplete."""
+    chosen = list(episodes)
+    if not chosen:
+        return RetireResult()
+    with session.trace.operation(COORDINATE_RETIRE, "retire", checkpoint_id=checkpoint_id) as timed:
+        return await retire_within(timed, session, members, chosen, deadline, checkpoint_id=checkpoint_id)
+
+
+async def retire_within(
+    timed: Timed,
+    session: Session,
+    members: Sequence[Member],
+    episodes: Iterable[EpisodeId],
+    deadline: Deadline,
+    *,
+    checkpoint_id: str = "",
     missing: Sequence[Outcome[Any]] = (),
 ) -> RetireResult:
-    """Refuse and free attempts everywhere at once, 1,000 a call. Raises RetireFailed if any is incomplete.
+    """Refuse and free attempts, 1,000 a call, as part of an operation that has begun. Raises RetireFailed.
 
     missing: failed outcomes of servers that cannot be called. A mark is kept in mind until Forget, also where a call
     failed: it may have arrived.
@@ -51,6 +71,8 @@ async def retire_everywhere(
         session.marks[episode.rollout_id] = max(episode.attempt, session.marks.get(episode.rollout_id, 0))
     # Two attempts of one rollout cannot stand in one call: the higher one includes the lower.
     highest = list({episode.rollout_id: episode for episode in chosen}.values())
+    timed.set(at.PARTICIPANTS, len(members))
+    timed.set(at.EPISODES, len(highest))
     for batch in in_batches(highest, MAX_RETIRE):
         outcomes = await session.ask(members, "Retire", session.retire_request(checkpoint_id, batch), deadline)
         outcomes += missing
@@ -95,9 +117,26 @@ async def forget_everywhere(
     *,
     checkpoint_id: str = "",
 ) -> list[Outcome[Any]]:
-    """End refusals, callers before callees; stops after a failing stage with ForgetFailed."""
+    """End refusals everywhere, as an operation. Raises ForgetFailed."""
+    with session.trace.operation(COORDINATE_FORGET, "forget", checkpoint_id=checkpoint_id) as timed:
+        return await forget_within(timed, session, members, rollouts, deadline, checkpoint_id=checkpoint_id)
+
+
+async def forget_within(
+    timed: Timed,
+    session: Session,
+    members: Sequence[Member],
+    rollouts: Mapping[str, int],
+    deadline: Deadline,
+    *,
+    checkpoint_id: str = "",
+) -> list[Outcome[Any]]:
+    """End refusals as part of an operation that has begun, callers before callees; stops after a failing stage with
+    ForgetFailed."""
     outcomes: list[Outcome[Any]] = []
     batches = in_batches(list(rollouts.items()), MAX_FORGET)
+    timed.set(at.PARTICIPANTS, len(members))
+    timed.set(at.ROLLOUTS, len(rollouts))
     for stage in in_stages(members, FORGET_STAGES):
         for batch in batches:
             answers = await session.ask(stage, "Forget", _forget_request(session, checkpoint_id, batch), deadline)

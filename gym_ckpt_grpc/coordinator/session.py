@@ -17,6 +17,7 @@ from gym_ckpt_grpc.coordinator.encoded import Encoded
 from gym_ckpt_grpc.coordinator.events import EventKind, Events
 from gym_ckpt_grpc.coordinator.fanout import fan_out, until_done
 from gym_ckpt_grpc.coordinator.fleet import Discovery
+from gym_ckpt_grpc.coordinator.hearing import EventLogs
 from gym_ckpt_grpc.coordinator.holds import Hold, Holds
 from gym_ckpt_grpc.coordinator.incremental import MAX_CHAIN
 from gym_ckpt_grpc.coordinator.lists import list_episodes
@@ -27,10 +28,14 @@ from gym_ckpt_grpc.coordinator.renewal import Renewal
 from gym_ckpt_grpc.coordinator.replacement import Replacements
 from gym_ckpt_grpc.coordinator.retaining import Retaining
 from gym_ckpt_grpc.coordinator.threads import in_thread
+from gym_ckpt_grpc.coordinator.tracing import BlockTrace
 from gym_ckpt_grpc.protocol.errors import ControlError, StaleController, UsageError, WorkerUnavailable
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import CheckpointRoot, Claim, Pin, Retention
+from gym_ckpt_grpc.telemetry import COORDINATOR, Recorder
+from gym_ckpt_grpc.telemetry import attributes as at
+from gym_ckpt_grpc.telemetry.catalogue import WORK_TOTAL, SpanType
 from gymckpt.v1 import participant_pb2
 
 T = TypeVar("T")
@@ -103,7 +108,11 @@ class Session:
         """Holds the checkpoint that this run was restored from, until its first publication."""
         self.marks: dict[str, int] = {}
         """rollout -> highest attempt retired through this coordinator and not forgotten."""
+        self.recorder = Recorder(COORDINATOR, telemetry=credentials.telemetry)
+        self.trace = BlockTrace(self.recorder)
+        """Of the checkpoint or restore that is open now; of no block if there is none."""
         self.retaining = Retaining(self, settings.retention)
+        self.event_logs = EventLogs(root)
         self.background: set[asyncio.Task[Any]] = set()
         self.connections = Connections(credentials)
         self.renewal = Renewal(Holds(self._on_lost), credentials, self.context)
@@ -121,6 +130,10 @@ class Session:
         return participant_pb2.ControlContext(
             checkpoint_id=checkpoint_id, controller_id=self.controller_id, epoch=self.epoch
         )
+
+    def count_rollouts(self, fate: str, count: int) -> None:
+        """Tell what became of so many rollouts; whoever calls sees to the once."""
+        self.recorder.count(WORK_TOTAL, count, labels={at.WORK: "rollouts", at.FATE: fate})
 
     # ---- being replaced, and losing leases
 
@@ -176,17 +189,30 @@ class Session:
             if not task.cancelled():
                 task.exception()
 
-    def enter(self, checkpoint_id: str, block: Block, *, lease_ttl: float | None = None) -> None:
-        """A block is entered. lease_ttl: if not as configured. Raises UsageError if one is open, StaleController."""
+    def enter(
+        self,
+        checkpoint_id: str,
+        block: Block,
+        span: SpanType,
+        *,
+        lease_ttl: float | None = None,
+        traceparent: str = "",
+    ) -> None:
+        """A block is entered. span: of the block. lease_ttl: if not as configured. traceparent: of the process that
+        began it. Raises UsageError if one is open, StaleController."""
         if self.open_id:
             raise UsageError(f"{self.open_id} is open in this coordinator; leave it first")
         self.check()
         self.open_id, self.open_block = checkpoint_id, block
         self.lease_ttl = lease_ttl or self.settings.lease_ttl
+        self.trace.begin(span, checkpoint_id, traceparent=traceparent)
+        self.renewal.within = self.trace.for_thread()
 
-    def left(self) -> None:
-        """The open block has ended."""
-        self.open_id, self.open_block = "", None
+    def left(self, result: str, error: BaseException | None = None) -> None:
+        """The open block has ended. result: what it came to if nothing failed; error: what left it."""
+        self.trace.end(result, error)
+        self.open_id, self.open_block, self.renewal.within = "", None, None
+        self.trace = BlockTrace(self.recorder)
 
     # ---- calling
 

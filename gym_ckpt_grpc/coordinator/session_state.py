@@ -16,6 +16,7 @@ from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import OpaqueBlock
+from gym_ckpt_grpc.storage.event_log import LoggedStep
 from gymckpt.v1 import participant_pb2
 
 FORMAT = "gymckpt.session"
@@ -119,7 +120,8 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Prepare learned. base: the `base_checkpoint_uri` of its Commits, empty for none, null while it is not chosen.
     draft: once committed. source: the checkpoint that is restored; targets: as what it is
     installed. marks: rollout -> highest attempt retired and not forgotten. lease_left, written_at: seconds that the
-    holder counted, and the wall clock when it did; for people only, never decided by.
+    holder counted, and the wall clock when it did; for people only, never decided by. traceparent: of the span that it
+    began with, for the trace; empty for none. began, heard, moments: for its event log.
     """
 
     format: Literal["gymckpt.session"] = "gymckpt.session"
@@ -150,6 +152,10 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     marks: dict[str, Count] = {}
     lease_left: Seconds = 0.0
     written_at: float = 0.0
+    traceparent: str = ""
+    began: Seconds = 0.0
+    heard: tuple[LoggedStep, ...] = ()
+    moments: dict[str, float] = {}
 
     def to_json(self) -> bytes:
         """Indented JSON, followed by a newline."""

@@ -16,30 +16,34 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from gym_ckpt_grpc.coordinator import ledger
-from gym_ckpt_grpc.coordinator.committing import Committing, Settled
+from gym_ckpt_grpc.coordinator.committing import Committing, Settled, fates
 from gym_ckpt_grpc.coordinator.deadlines import Deadline, positive_seconds
 from gym_ckpt_grpc.coordinator.destination import Destination, take_destination
 from gym_ckpt_grpc.coordinator.detaching import members_of, renew, state_of, take_up
 from gym_ckpt_grpc.coordinator.errors import CaptureFailed, CommitFailed, FleetError, NotPrepared, describe
 from gym_ckpt_grpc.coordinator.events import EventKind
 from gym_ckpt_grpc.coordinator.fleet import Fleet
+from gym_ckpt_grpc.coordinator.hearing import Hearing
 from gym_ckpt_grpc.coordinator.leaving import Leaving, leave_shielded
 from gym_ckpt_grpc.coordinator.member import Member
-from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures, in_listing_order
+from gym_ckpt_grpc.coordinator.outcomes import Outcome, failures
 from gym_ckpt_grpc.coordinator.preparing import Preparing
 from gym_ckpt_grpc.coordinator.publication import Publication
 from gym_ckpt_grpc.coordinator.released import release_limit, require_kept, write_failed
 from gym_ckpt_grpc.coordinator.reopening import Reopening
-from gym_ckpt_grpc.coordinator.report import EXCLUDED, LOST, RESTART, FleetReport
+from gym_ckpt_grpc.coordinator.report import FleetReport
 from gym_ckpt_grpc.coordinator.result import CheckpointResult, CheckpointState
 from gym_ckpt_grpc.coordinator.session import Session
 from gym_ckpt_grpc.coordinator.session_state import DraftState, SessionState, Step, episodes, keys
 from gym_ckpt_grpc.coordinator.takeover import settle_open
 from gym_ckpt_grpc.coordinator.threads import in_thread
 from gym_ckpt_grpc.coordinator.timing import Timing
+from gym_ckpt_grpc.coordinator.tracing import ABORTED, DETACHED, PUBLISHED, Stages
 from gym_ckpt_grpc.protocol.errors import GymCkptError, StaleController, UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import AggregateManifest, Payload
+from gym_ckpt_grpc.telemetry import Timed, catalogue
+from gym_ckpt_grpc.telemetry import attributes as at
 
 T = TypeVar("T")
 OnStop = Literal["close", "retire"]
@@ -79,7 +83,7 @@ class Checkpoint:
         self._detached = False
         self._seconds = positive_seconds("deadline", deadline)
         self._deadline = Deadline(self._seconds)
-        self._outcomes: dict[str, dict[str, Outcome[Any]]] = {}
+        self._heard = Hearing()
         self._scope: tuple[EpisodeId, ...] = ()
         self._destination: Destination | None = None
         self._draft: ledger.Draft | None = None
@@ -90,7 +94,7 @@ class Checkpoint:
     @property
     def outcomes(self) -> Mapping[str, list[Outcome[Any]]]:
         """Operation -> outcomes in listing order, such as `outcomes["Commit"]`."""
-        return {operation: in_listing_order(by_name.values()) for operation, by_name in self._outcomes.items()}
+        return self._heard.outcomes
 
     @property
     def manifest(self) -> AggregateManifest | None:
@@ -110,7 +114,7 @@ class Checkpoint:
     def hear(self, outcomes: Iterable[Outcome[Any]]) -> None:
         """Keep outcomes that were heard outside an operation."""
         for outcome in outcomes:
-            self._hear(outcome)
+            self._heard.hear(outcome)
 
     def allow(self, seconds: float) -> None:
         """Give the operations from now on so many seconds, whatever was left."""
@@ -121,11 +125,13 @@ class Checkpoint:
     async def __aenter__(self) -> Self:
         if self.step is not Step.NEW:
             raise UsageError(f"checkpoint {self.id} was entered before")
-        self._session.enter(self.id, self, lease_ttl=self.lease_ttl)
+        session, trace = self._session, self._state.traceparent if self._state else ""
+        session.enter(self.id, self, catalogue.COORDINATE_CHECKPOINT, lease_ttl=self.lease_ttl, traceparent=trace)
         self._deadline = Deadline(self._seconds)
         if self._state:
             try:
-                await self._attach(self._state)
+                with session.trace.inside():
+                    await self._attach(self._state)
             except BaseException as error:
                 await self.__aexit__(type(error), error, error.__traceback__)
                 raise
@@ -138,18 +144,24 @@ class Checkpoint:
         if self._detached and error is None:
             leaving.let_go()
             self._session.handed_on = True
-            self._session.left()
-            self.step = Step.ENDED
+            self._end(DETACHED, published=self.step is Step.PUBLISHED)
             return
         try:
-            await leave_shielded(leaving.run, self._session.settings.exit_timeout, error)
+            with self._session.trace.inside():
+                await leave_shielded(leaving.run, self._session.settings.exit_timeout, error)
         finally:
-            self.step = Step.ENDED
             self.result = leaving.result()
-            self._session.left()
+            published = self.result.sequence_number > 0
+            self._end(PUBLISHED if published else ABORTED, error, published=published)
             if error is not None:
                 for note in leaving.notes:
                     error.add_note(note)
+
+    def _end(self, result: str, error: BaseException | None = None, *, published: bool) -> None:
+        self.step = Step.ENDED
+        self._session.left(result, error)
+        if published:
+            self._session.event_logs.keep(self._heard.event_log(self.id, self.timing))
 
     # ---- operations
 
@@ -161,8 +173,8 @@ class Checkpoint:
         """
         self._require("prepare", Step.NEW, Step.PREPARING)
         positive_seconds("ready_within", ready_within)
-        with self._timed("prepare"):
-            return await self._guarded(self._prepare(ready_within))
+        with self._timed("prepare", catalogue.COORDINATE_PREPARE) as timed, self._session.trace.stages(timed) as stages:
+            return await self._guarded(self._prepare(ready_within, timed, stages))
 
     async def capture(self, scope: Iterable[EpisodeId]) -> None:
         """Freeze the records of the scope in memory. Optional: `commit` captures if nobody did.
@@ -171,8 +183,7 @@ class Checkpoint:
         """
         self._require("capture", Step.PREPARED)
         self._take_scope(scope)
-        with self._timed("capture"):
-            await self._guarded(self._capture())
+        await self._captured()
 
     async def reopen(self) -> list[Outcome[Any]]:
         """Release the fleet while records wait to be written: Resume(keep_write). After `capture` only.
@@ -220,10 +231,9 @@ class Checkpoint:
         self._take_scope(scope)
         self.stop, self.on_stop = stop, on_stop
         self._incremental = self._session.settings.incremental if incremental is None else incremental
-        if self.step is Step.PREPARED or (self.step is Step.CAPTURED and "Capture" not in self._outcomes):
+        if self.step is Step.PREPARED or (self.step is Step.CAPTURED and not self._heard.has("Capture")):
             # Captured by another process: the replies are asked for again, and replayed.
-            with self._timed("capture"):
-                await self._guarded(self._capture())
+            await self._captured(again=self.step is Step.CAPTURED)
         if reopen_when_captured:
             await self.reopen()
         settled = await self._written()
@@ -251,12 +261,17 @@ class Checkpoint:
         self._require("publish", Step.COMMITTED, Step.PUBLISHED)
         self._session.check()
         assert self._draft is not None
-        with self._timed("publish"):
+        with self._timed("publish", catalogue.COORDINATE_PUBLISH) as timed:
+            if again := self.step is Step.PUBLISHED:
+                timed.replayed()
             try:
-                number = await self.publication.run(self._draft, self._deadline)
+                trace = self._session.trace.traceparent
+                number = await self.publication.run(self._draft, self._deadline, traceparent=trace)
             except StaleController as error:
                 self._session.note(error)
                 raise
+        if not again:
+            self._session.count_rollouts("protected", len(self.continued))
         self.step = Step.PUBLISHED
         self.timing.published_at = self.timing.published_at or time.monotonic()
         text = f"published as number {number}"
@@ -286,6 +301,10 @@ class Checkpoint:
             base=self.base_uri,
             draft=DraftState.of(self._draft) if self._draft else None,
             sequence_number=self.publication.number or 0,
+            traceparent=self._session.trace.traceparent,
+            began=self._heard.began,
+            heard=self._heard.steps,
+            moments=self._heard.moments(self.timing),
         )
 
     async def detach(self) -> SessionState:
@@ -299,7 +318,9 @@ class Checkpoint:
         """
         closed = (Step.PREPARING, Step.PREPARED, Step.CAPTURED)
         self._require("detach", *closed, Step.RELEASED, Step.COMMITTED, Step.PUBLISHED)
-        await renew(self._session, self.id, self.members, self._deadline.within(self._session.settings.exit_timeout))
+        with self._session.trace.inside():
+            limit = self._deadline.within(self._session.settings.exit_timeout)
+            await renew(self._session, self.id, self.members, limit)
         if self.step in closed:
             self._session.require_leases(self.id)
         self._detached = True
@@ -330,11 +351,12 @@ class Checkpoint:
             # The other process may have published and ended before it could say so: the exit reads the root.
             self.publication.number = state.sequence_number or None
             self.publication.unknown = not state.sequence_number
+        self._heard.go_on(state.began, state.heard, state.moments)
         await take_up(session, state, self.members, self._deadline)
 
     # ---- inside
 
-    async def _prepare(self, ready_within: float) -> FleetReport:
+    async def _prepare(self, ready_within: float, timed: Timed, stages: Stages) -> FleetReport:
         session = self._session
         if self.step is Step.NEW:
             check = partial(ledger.preflight, session.root, incremental=session.settings.incremental)
@@ -345,12 +367,14 @@ class Checkpoint:
             self.members = list(found.members)
             self.report = FleetReport(ready=False, excluded=found.excluded)
             self.timing.first_closed = time.monotonic()
+            self._heard.begin()
             self.step = Step.PREPARING
-        preparing = Preparing(session, self.id, self._hear)
+        preparing = Preparing(session, self.id, self._heard.hear)
         excluded = self.report.excluded
         taking_part = [member for member in self.members if member.name not in excluded]
+        timed.set(at.PARTICIPANTS, len(taking_part))
         try:
-            self.report = await preparing.run(taking_part, ready_within, self._deadline, self.report)
+            self.report = await preparing.run(taking_part, ready_within, self._deadline, self.report, stages)
         except NotPrepared as error:
             self.report = error.report
             raise
@@ -358,6 +382,12 @@ class Checkpoint:
         text = f"prepared: every participant is at its cut after {self.timing.prepared_after or 0.0:.3f} s"
         self._tell(EventKind.STAGE, text, CheckpointState.PREPARED)
         return self.report
+
+    async def _captured(self, *, again: bool = False) -> None:
+        with self._timed("capture", catalogue.COORDINATE_CAPTURE) as timed:
+            if again:
+                timed.replayed()
+            await self._guarded(self._capture())
 
     async def _capture(self) -> None:
         members = self._taking_part()
@@ -368,7 +398,7 @@ class Checkpoint:
     async def _written(self) -> Settled:
         """Commit; a failure after the release says what stands instead."""
         try:
-            with self._timed("commit"):
+            with self._timed("commit", catalogue.COORDINATE_COMMIT):
                 settled = await self._guarded(self._commit())
         except GymCkptError as error:
             if self.step is not Step.RELEASED:
@@ -394,21 +424,11 @@ class Checkpoint:
         members = self._taking_part()
         lists = await committing.lists(members, self._deadline)
         self._exclude(members, lists, CommitFailed, "ListEpisodes")
-        names = {member.name for member in self._taking_part()}
-        lost = session.replacements.judge(
-            self._scope, {o.name: frozenset(o.answer) for o in self._good("ListEpisodes", names)}
-        )
-        settled = committing.settle(
-            *(self._good(operation, names) for operation in ("Capture", "Commit", "ListEpisodes"))
-        )
-        self.continued = tuple(episode for episode in settled.continued if episode not in lost)
-        self.restarts = {**dict.fromkeys(lost, LOST), **settled.restarts}
-        if self.report.excluded:
-            # Which rollouts an excluded server holds is not known: none of them continues.
-            self.restarts.update(dict.fromkeys(self.continued, EXCLUDED))
-            self.continued = ()
-        for episode, reason in {**dict.fromkeys(self.report.restarts, RESTART), **self.report.set_aside}.items():
-            self.restarts.setdefault(episode, reason)
+        left = self._taking_part()
+        captures, commits, lists = (self._heard.of(each, left) for each in ("Capture", "Commit", "ListEpisodes"))
+        lost = session.replacements.judge(self._scope, {o.name: frozenset(o.answer) for o in lists})
+        settled = committing.settle(captures, commits, lists)
+        self.continued, self.restarts = fates(settled, lost, self.report)
         text = f"durable: {len(self.continued)} continue, {len(self.restarts)} restart"
         self._tell(EventKind.COMMIT, text, CheckpointState.COMMITTED)
         return settled
@@ -425,15 +445,11 @@ class Checkpoint:
     def _committing(self) -> Committing:
         """One for Capture and Commit: the columns of a long scope are made once."""
         if self._columns is None:
-            self._columns = Committing(self._session, self.id, self._scope, self._hear)
+            self._columns = Committing(self._session, self.id, self._scope, self._heard.hear)
         return self._columns
 
     def _taking_part(self) -> list[Member]:
         return [member for member in self.members if member.name not in self.report.excluded]
-
-    def _good(self, operation: str, names: set[str]) -> list[Outcome[Any]]:
-        heard = self._outcomes.get(operation, {})
-        return [heard[member.name] for member in self.members if member.name in names and member.name in heard]
 
     def _exclude(
         self, members: list[Member], outcomes: list[Outcome[Any]], kind: type[FleetError], operation: str
@@ -463,17 +479,15 @@ class Checkpoint:
     def _tell(self, kind: EventKind, text: str, state: CheckpointState = CheckpointState.UNSPECIFIED) -> None:
         self._session.events.add(kind, text, checkpoint_id=self.id, state=state)
 
-    def _hear(self, outcome: Outcome[Any]) -> None:
-        self._outcomes.setdefault(outcome.operation, {})[outcome.name] = outcome
-
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         return await self._session.guarded(self.id, work)
 
     @contextmanager
-    def _timed(self, operation: str) -> Iterator[None]:
-        begun = time.monotonic()
+    def _timed(self, operation: str, span: catalogue.SpanType) -> Iterator[Timed]:
+        begun, count = time.monotonic(), len(self._taking_part())
         try:
-            yield
+            with self._session.trace.operation(span, operation, checkpoint_id=self.id, participants=count) as timed:
+                yield timed
         finally:
             before = getattr(self.timing, operation)
             setattr(self.timing, operation, before + time.monotonic() - begun)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from gym_ckpt_grpc.auth import TokenSource
+from gym_ckpt_grpc.auth import ClientTls, TokenSource
 from gym_ckpt_grpc.coordinator.fanout import until_done
 from gym_ckpt_grpc.coordinator.fleet import Endpoint, Fleet
 from gym_ckpt_grpc.coordinator.looking import Finding, Sighting, failed_finding, sighting_of
@@ -20,14 +20,14 @@ AGAIN = 0.5
 
 
 async def watch(
-    fleet: Fleet, *, token: TokenSource | None = None, allow_insecure: bool = False
+    fleet: Fleet, *, token: TokenSource | None = None, allow_insecure: bool = False, tls: ClientTls | None = None
 ) -> AsyncGenerator[Sighting, None]:
     """One sighting per participant at once, then one per change, for ever. Claims no epoch and changes nothing.
 
     A server that goes away gives one sighting that says so, and is asked again until it is back. Close the iterator
     to end it.
     """
-    connections = Connections(Credentials(token=token, allow_insecure=allow_insecure))
+    connections = Connections(Credentials(token=token, allow_insecure=allow_insecure, tls=tls))
     seen: asyncio.Queue[Sighting] = asyncio.Queue()
     tasks = [
         asyncio.create_task(_watch_one(endpoint, connections, seen), name=f"watch {endpoint.address}")

@@ -126,6 +126,9 @@ class OpaqueBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The payload, to be given to `payloads.decode`."""
         return Payload(Codec(self.codec), self.data, self.content_type)
 
+    def __repr__(self) -> str:
+        return f"OpaqueBlock(codec={self.codec}, content_type={self.content_type!r}) of {len(self.data)} bytes"
+
 
 class AggregateManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One checkpoint as a whole.
@@ -133,7 +136,8 @@ class AggregateManifest(Document, frozen=True, kw_only=True, forbid_unknown_fiel
     created: date and time for people only, never compared. source_checkpoint: what this run was restored
     from, or empty. episodes: set by `write_aggregate`. trainer: its own opaque state. frontier: the proof
     that dataset position and checkpoint agree (an open JSON object), or None: no proof. policy_versions,
-    fingerprints: by name.
+    fingerprints: by name. traceparent: of the span of the checkpoint, for traces only, never compared; a manifest
+    without one has no such field.
     """
 
     FORMAT: ClassVar[str] = "gymckpt.checkpoint"
@@ -156,6 +160,7 @@ class AggregateManifest(Document, frozen=True, kw_only=True, forbid_unknown_fiel
     frontier: dict[str, Any] | None = None
     policy_versions: dict[str, str] = msgspec.field(default_factory=dict)
     fingerprints: dict[str, str] = msgspec.field(default_factory=dict)
+    traceparent: str | msgspec.UnsetType = msgspec.UNSET
 
     def member(self, place: Place) -> Member | None:
         """The member at (kind, service, instance), or None."""
@@ -186,7 +191,8 @@ def write_aggregate(
 ) -> tuple[AggregateManifest, str]:
     """Write the episode lists, then `checkpoint.json`, durable. Returns what is there now, and its digest.
 
-    One that differs only in `created` is equal: the one that is there is synced, accepted and returned.
+    One that differs only in `created` or `traceparent` is equal: the one that is there is synced, accepted and
+    returned.
     Raises CheckpointConflict for a different one, StateUnwritable, InvalidArgument for what JSON cannot
     carry.
     """
@@ -201,7 +207,7 @@ def write_aggregate(
     if found is None:
         return manifest, documents.sha256(data)
     other = documents.from_bytes(found, AggregateManifest, path=location.aggregate)
-    if msgspec.structs.replace(other, created=manifest.created) != manifest:
+    if msgspec.structs.replace(other, created=manifest.created, traceparent=manifest.traceparent) != manifest:
         raise CheckpointConflict(f"{location.aggregate!r} is there and belongs to another commit")
     create_once(files, location.aggregate, found, root=location.root)  # syncs it
     return other, documents.sha256(found)

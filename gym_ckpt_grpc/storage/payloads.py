@@ -33,7 +33,6 @@ MAX_DEPTH = 400
 MAX_PAYLOAD = 2**31 - 1
 """Largest payload, in bytes."""
 
-_SHOWN = 64  # bytes of a payload in its repr
 
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 _EXACT = frozenset({bool, str, int, float, bytes})
@@ -94,8 +93,8 @@ class Payload(msgspec.Struct, frozen=True, eq=False, gc=False):
         return hash((self.codec, self.data, self.content_type))
 
     def __repr__(self) -> str:
-        shown = self.data if len(self.data) <= _SHOWN else self.data[:_SHOWN] + b"..."
-        return f"Payload({self.codec!r}, {shown!r}, {self.content_type!r}) of {len(self.data)} bytes"
+        # Without its bytes: what a rollout said or holds is in no log, whoever logs an object that has one.
+        return f"Payload({self.codec!r}, {self.content_type!r}) of {len(self.data)} bytes"
 
 
 class DecodedPayload(Payload, frozen=True, eq=False):

@@ -31,6 +31,6 @@ def test_the_page_shows_every_command() -> None:
     page = PAGE.read_text(encoding="utf-8")
     commands = "".join(part["command"] or "" for part in PART.finditer(page))
     table = set(re.findall(r"^\| `gym-ckpt (\w+)` \|", page, re.MULTILINE))
-    assert table == {"ls", "show", "episode", "verify", "diff", "salvage"}
+    assert table == {"ls", "show", "timeline", "episode", "verify", "diff", "salvage"}
     for name in table:
         assert f"gym-ckpt {name} " in commands, name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from tests.coordinator.fleet_of_nodes import Nodes
+from tests.telemetry.kept import Kept
 
 
 @pytest_asyncio.fixture
@@ -18,3 +20,11 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
         yield fleet
     finally:
         await fleet.stop()
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    """What each test emits is in the catalogue, with the attributes that stand there."""
+    kept = Kept()
+    yield kept
+    kept.check_declared()

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from gym_ckpt_grpc.auth import Authenticator, AuthServerInterceptor
+from gym_ckpt_grpc.auth import Authenticator
 from gym_ckpt_grpc.control import (
     Budget,
     Closing,
@@ -24,6 +24,7 @@ from gym_ckpt_grpc.control import (
     OwnerPort,
     RecordBatch,
 )
+from gym_ckpt_grpc.control.authenticating import AuthServerInterceptor
 from gym_ckpt_grpc.control.interceptors import ErrorsInterceptor
 from gym_ckpt_grpc.control.servicer import ParticipantServicer
 from gym_ckpt_grpc.coordinator import Coordinator, Fleet, Server
@@ -32,7 +33,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantIdentity, ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import Blocker, BlockerReason, PrepareReport
 from gym_ckpt_grpc.storage import Record, encode
-from gym_ckpt_grpc.telemetry import MetricsObserver
+from gym_ckpt_grpc.telemetry import CallServerInterceptor, MetricsObserver, Telemetry
 from gymckpt.v1 import participant_pb2_grpc
 
 ENV, MODEL, AGENT, RES = (
@@ -232,6 +233,7 @@ class Node:
         self.instance = options.pop("instance", "0")
         self.declared: dict[str, Any] = options.pop("declared", {})
         self.authenticator: Authenticator | None = options.pop("authenticator", None)
+        self.telemetry: Telemetry | None = options.pop("telemetry", None)
         self.identity_options: dict[str, Any] = options
         self.address = ""
         self._server: grpc.aio.Server | None = None
@@ -253,10 +255,12 @@ class Node:
         self.owner = Owner(self.kind)
         identity = ParticipantIdentity(self.kind, self.service, self.instance, **self.identity_options)
         self.identity = identity
-        self.plane = ControlPlane(self.owner, identity, roots=[str(self.root)])
+        self.plane = ControlPlane(self.owner, identity, roots=[str(self.root)], telemetry=self.telemetry)
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorsInterceptor(identity, MetricsObserver())]
         if self.authenticator:
             interceptors.append(AuthServerInterceptor(self.authenticator))
+        if self.telemetry:
+            interceptors.append(CallServerInterceptor(MetricsObserver(self.telemetry), self.telemetry))
         server = grpc.aio.server(interceptors=interceptors, options=(("grpc.so_reuseport", 0),))
         participant_pb2_grpc.add_ParticipantServiceServicer_to_server(Servicer(self.plane, self), server)
         port = server.add_insecure_port(self.address or "127.0.0.1:0")

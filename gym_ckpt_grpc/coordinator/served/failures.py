@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gym_ckpt_grpc.coordinator.errors import (
-    CaptureFailed,
-    CommitFailed,
-    DiscoveryFailed,
-    FleetError,
-    ForgetFailed,
-    NotPrepared,
-    PrepareFailed,
-    PublishFailed,
-    RestoreFailed,
-    RetireFailed,
-)
+from gym_ckpt_grpc.coordinator.codes import code_of_kind
+from gym_ckpt_grpc.coordinator.errors import DiscoveryFailed, FleetError, RetireFailed
 from gym_ckpt_grpc.coordinator.looking import Finding, Sighting
 from gym_ckpt_grpc.coordinator.outcomes import Outcome
 from gym_ckpt_grpc.protocol.errors import (
     ControlError,
-    ErrorCode,
     StateCorrupt,
     StateNotFound,
     Unauthenticated,
@@ -29,19 +18,6 @@ from gym_ckpt_grpc.protocol.errors import (
     error_for,
 )
 from gym_ckpt_grpc.protocol.identity import ParticipantIdentity
-
-CODES: tuple[tuple[type[FleetError], ErrorCode], ...] = (
-    (DiscoveryFailed, ErrorCode.WORKER_UNAVAILABLE),
-    (PrepareFailed, ErrorCode.WORKER_UNAVAILABLE),
-    (NotPrepared, ErrorCode.DEADLINE_EXCEEDED),
-    (CaptureFailed, ErrorCode.EXPORT_FAILED),
-    (CommitFailed, ErrorCode.EXPORT_FAILED),
-    (PublishFailed, ErrorCode.STATE_UNWRITABLE),
-    (RestoreFailed, ErrorCode.INSTALL_FAILED),
-    (RetireFailed, ErrorCode.RETIRE_INCOMPLETE),
-    (ForgetFailed, ErrorCode.RETIRE_INCOMPLETE),
-)
-"""Code of a failure that is no participant's own refusal."""
 
 REFUSALS_OF_READING = (StateNotFound, StateCorrupt)
 """Of the checkpoint that a Restore names: the call itself is refused."""
@@ -53,8 +29,7 @@ def control_error(failure: FleetError) -> ControlError:
     if cause is None and isinstance(failure.__cause__, ControlError):
         cause = failure.__cause__
     if cause is None or isinstance(failure, RetireFailed):
-        code = next((code for kind, code in CODES if isinstance(failure, kind)), ErrorCode.INTERNAL)
-        return error_for(code, str(failure))
+        return error_for(code_of_kind(failure), str(failure))
     return error_for(
         cause.code,
         str(failure),

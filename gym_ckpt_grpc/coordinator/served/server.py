@@ -6,9 +6,11 @@ async with Coordinator(fleet, root=root) as coordinator, CoordinatorServer(coord
 
 from __future__ import annotations
 
+import os
+
 import grpc
 
-from gym_ckpt_grpc.auth import Authenticator
+from gym_ckpt_grpc.auth import Authenticator, ServerTls
 from gym_ckpt_grpc.control.serving import HostedService, ServiceHost
 from gym_ckpt_grpc.coordinator.coordinator import Coordinator
 from gym_ckpt_grpc.coordinator.deadlines import positive_seconds
@@ -25,7 +27,8 @@ class CoordinatorServer(HostedService):
 
     address: `host:port` (port 0 picks one; read `address` after the start) or `unix:path`. authenticator: None lets
     every local caller do everything, and is refused on an address that is not local. allow_insecure: needed for plain
-    text beyond this host. session_ttl: seconds that a checkpoint stays open beyond its client's last call.
+    text beyond this host. tls, audit_log: see ParticipantServer. session_ttl: seconds that a checkpoint stays open
+    beyond its client's last call.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class CoordinatorServer(HostedService):
         *,
         authenticator: Authenticator | None = None,
         allow_insecure: bool = False,
+        tls: ServerTls | None = None,
+        audit_log: str | os.PathLike[str] | None = None,
         observer: CallObserver | None = None,
         session_ttl: float = SESSION_TTL,
     ) -> None:
@@ -45,7 +50,10 @@ class CoordinatorServer(HostedService):
             identity=None,
             authenticator=authenticator,
             allow_insecure=allow_insecure,
+            tls=tls,
+            audit_log=audit_log,
             observer=observer,
+            telemetry=coordinator.telemetry,
         )
         super().__init__(host)
         self._sessions = Sessions(coordinator, positive_seconds("session_ttl", session_ttl))

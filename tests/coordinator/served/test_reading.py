@@ -90,8 +90,9 @@ def names_in(directory: Path) -> list[str]:
 
 
 def sizes_of(directory: Path) -> list[int]:
-    """Of every file but the intent, which no manifest names."""
-    return [p.stat().st_size for p in directory.rglob("*") if p.is_file() and p.name != "intent.json"]
+    """Of every file but the intent, which no manifest names, and what is written for people, whenever that is done."""
+    beside = ("intent.json", "events.jsonl")
+    return [p.stat().st_size for p in directory.rglob("*") if p.is_file() and p.name not in beside and p.name[0] != "."]
 
 
 def records_of(served: Served, id: str, node: str) -> Path:
