@@ -22,7 +22,7 @@ UNIT := tests --ignore=tests/coordinator --ignore=tests/e2e --ignore=tests/inter
 	--ignore=tests/storage/test_crash_calls.py --ignore=tests/storage/test_crash_failures.py -m "not e2e and not soak"
 RELEASED := protos/released.binpb
 
-.PHONY: help setup demo test test-python test-hf setup-nemo-gym test-nemo-gym check mutants style types rooms sizes behaviour gen gen-check lint breaking \
+.PHONY: help setup demo test test-python test-hf setup-nemo-gym test-nemo-gym test-observability check mutants style types rooms sizes behaviour gen gen-check lint breaking \
 	bench soak fuzz-reader lock clean
 
 help: ## List the targets
@@ -130,6 +130,14 @@ setup-nemo-gym: .venv-nemo-gym/.ready ## Make the environment with the released 
 test-nemo-gym: .venv-nemo-gym/.ready ## Run the tests with the released NeMo Gym's own servers
 	.venv-nemo-gym/bin/python -m pytest tests/nemo_gym $(ARGS)
 
+test-observability: setup ## Alert rules and dashboard against a Gym of real servers and a real Prometheus
+	@for tool in prometheus promtool; do \
+		command -v $$tool >/dev/null || { \
+			echo "$$tool is not installed: apt-get install prometheus, or put Prometheus' own release on PATH" >&2; \
+			exit 1; }; \
+	done
+	$(BIN)/python -m pytest tests/observability $(ARGS)
+
 # atheris has wheels for a few platforms only, so that no lock names it.
 .venv-atheris/.made:
 	$(call new-venv,.venv-atheris,$(PYTHON))
@@ -157,7 +165,7 @@ soak: setup .venv-oldest/.installed mutants ## Run the long proofs: tests marked
 mutants: setup ## Put each seeded fault of tests/mutants.toml into a copy; its tests must find it (ARGS="words")
 	$(BIN)/python tools/mutants.py $(ARGS)
 
-bench: setup ## Measure commits, restores and the pause (ARGS="--gate --json FILE"; half an hour, 30 GB of disk)
+bench: setup ## Measure commits, restores, the pause and telemetry (ARGS="--gate --json FILE"; half an hour, 30 GB of disk)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # ---- check ---------------------------------------------------------------------------------------------------
@@ -166,6 +174,7 @@ check: style types rooms lint gen-check sizes ## Everything that needs no test r
 	@$(BIN)/python tools/behaviour.py --check
 	@$(BIN)/python tools/mutants.py --list
 	@$(BIN)/python tools/errors_page.py --check
+	@$(BIN)/python tools/telemetry_page.py --check
 
 style: setup ## ruff: rules and format
 	$(BIN)/ruff check $(CHECKED)
