@@ -15,26 +15,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
-from gym_ckpt_grpc.auth import TokenFile
 from gym_ckpt_grpc.capture import CaptureLedger
 from gym_ckpt_grpc.control import open_channel
 from gym_ckpt_grpc.coordinator import CheckpointState, Coordinator
 from gym_ckpt_grpc.coordinator.restoration import Restoration
 from gym_ckpt_grpc.coordinator.transaction import Checkpoint
+from gym_ckpt_grpc.minigym.access import access_as
 from gym_ckpt_grpc.minigym.deployment import Deployment
 from gym_ckpt_grpc.minigym.inference_log import Call, calls_of, read_rows
+from gym_ckpt_grpc.minigym.processes import ProcessSpec
 from gym_ckpt_grpc.minigym.supervisor import Supervisor
 from gym_ckpt_grpc.minigym.tasks import Task
 from gym_ckpt_grpc.minigym.topology import Topology
 from gym_ckpt_grpc.minigym.trainer import Result, Trainer
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.storage import Record, read_part, verify_checkpoint
+from gym_ckpt_grpc.telemetry import Telemetry
 from gymckpt.v1 import participant_pb2 as pb
 from gymckpt.v1 import participant_pb2_grpc
 
@@ -53,13 +55,18 @@ TICK = 0.001
 
 @dataclass
 class Rig:
-    """One deployment over its lives, which are counted from 1. tasks: all that were sent, by rollout."""
+    """One deployment over its lives, which are counted from 1. tasks: all that were sent, by rollout.
+
+    env: added to that of every server. telemetry: of the coordinators here; the process's own if None.
+    """
 
     plan: Deployment
     servers: Supervisor
     http: aiohttp.ClientSession
     life: int = 0
     tasks: dict[str, Task] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    telemetry: Telemetry | None = None
     _trainer: Trainer | None = None
 
     # ---- lives
@@ -67,8 +74,12 @@ class Rig:
     async def start(self) -> None:
         """Start every server, in a life of its own, and a trainer."""
         self.life += 1
-        await self.servers.start(self.plan.specs(life=self.life), within=LIMIT)
+        await self.servers.start(self.specs(), within=LIMIT)
         self._trainer = await Trainer(self.plan.server("environment").url).__aenter__()
+
+    def specs(self) -> list[ProcessSpec]:
+        """How the servers of this life are started."""
+        return [replace(spec, env={**spec.env, **self.env}) for spec in self.plan.specs(life=self.life)]
 
     async def crash(self) -> None:
         """SIGKILL of every process group; the trainer is gone as well."""
@@ -115,8 +126,10 @@ class Rig:
 
     def coordinator(self) -> Coordinator:
         """A controller of this fleet, to be entered."""
-        token = TokenFile(self.plan.token_file("controller"))
-        return Coordinator(self.plan.fleet(), root=self.plan.root.as_uri(), controller_id="e2e", token=token)
+        access = access_as("controller", self.plan)
+        return Coordinator(
+            self.plan.fleet(), root=self.plan.root.as_uri(), controller_id="e2e", telemetry=self.telemetry, **access
+        )
 
     @asynccontextmanager
     async def prepared(self, *, ready_within: float = LIMIT) -> AsyncIterator[Checkpoint]:
@@ -281,8 +294,9 @@ class Rig:
     @asynccontextmanager
     async def stub(self, server: str) -> AsyncIterator[participant_pb2_grpc.ParticipantServiceAsyncStub]:
         """A participant's control plane."""
-        token = TokenFile(self.plan.token_file("controller"))
-        async with open_channel(self.plan.server(server).control_address, token=token) as channel:
+        access = access_as("controller", self.plan)
+        address = self.plan.server(server).control_address
+        async with open_channel(address, telemetry=self.telemetry, **access) as channel:
             yield participant_pb2_grpc.ParticipantServiceStub(channel)
 
     async def status(self, server: str) -> pb.ParticipantStatus:
@@ -358,12 +372,20 @@ def places(status: pb.ParticipantStatus) -> set[str]:
 
 
 @asynccontextmanager
-async def rig(directory: Path, topology: Topology | None = None, *, tick: float = TICK) -> AsyncIterator[Rig]:
-    """A deployment in a new directory; every process is gone when the block ends."""
+async def rig(
+    directory: Path,
+    topology: Topology | None = None,
+    *,
+    tick: float = TICK,
+    env: Mapping[str, str] | None = None,
+    telemetry: Telemetry | None = None,
+    kind: type[Rig] = Rig,
+) -> AsyncIterator[Rig]:
+    """A deployment in a new directory; every process is gone when the block ends. env, telemetry: see Rig."""
     plan = Deployment.create(directory / "gym", tick=tick, topology=topology or Topology(controls=True))
     timeout = aiohttp.ClientTimeout(total=LIMIT + 5)
     async with aiohttp.ClientSession(timeout=timeout) as http, Supervisor(plan.logs) as servers:
-        gym = Rig(plan, servers, http)
+        gym = kind(plan, servers, http, env=env or {}, telemetry=telemetry)
         try:
             yield gym
         finally:

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 import grpc
 
-from gym_ckpt_grpc.auth import Authenticator, AuthServerInterceptor, Role, TokenValue
+from gym_ckpt_grpc.auth import Authenticator, Role, TokenValue
 from gym_ckpt_grpc.control import ControlPlane
+from gym_ckpt_grpc.control.authenticating import AuthServerInterceptor
 from gym_ckpt_grpc.control.capturing import capture
 from gym_ckpt_grpc.control.error_details import grpc_status
 from gym_ckpt_grpc.control.interceptors import ErrorsInterceptor
