@@ -352,17 +352,18 @@ class Coordinator:
         return outcomes
 
     async def delete(self, checkpoint_id: str, *, deadline: float = 60.0) -> None:
-        """Delete a checkpoint that nothing holds; one that is deleted already is fine.
+        """Delete a checkpoint that nothing holds; one that is deleted already is fine. Waits for a retention under way.
 
         Raises CheckpointConflict naming the holder (it is the newest, pinned, held, open, unreadable, or another needs
         its files), StateNotFound, StaleController, and StateUnwritable where it was interrupted: again finishes it.
         """
         session, limit = self._entered(), Deadline(positive_seconds("deadline", deadline))
         session.check()
-        open_ids, epoch = session.retaining.open_ids, session.epoch
-        await in_thread(
-            lambda: delete_checkpoint(self.root, checkpoint_id, epoch=epoch, open_ids=open_ids), "deleting", limit
-        )
+        async with session.retaining.alone(limit):
+            open_ids, epoch = session.retaining.open_ids, session.epoch
+            await in_thread(
+                lambda: delete_checkpoint(self.root, checkpoint_id, epoch=epoch, open_ids=open_ids), "deleting", limit
+            )
         self.events.add(EventKind.RETENTION, "deleted", checkpoint_id=checkpoint_id)
 
     async def hold(self, checkpoint_id: str, name: str, *, deadline: float = 60.0) -> None:

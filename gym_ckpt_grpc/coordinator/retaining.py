@@ -7,14 +7,15 @@ that ends before it leaves the rest to the next one. Source: coordination sectio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from gym_ckpt_grpc.coordinator.deadlines import Deadline
 from gym_ckpt_grpc.coordinator.events import EventKind
 from gym_ckpt_grpc.coordinator.fanout import until_done
 from gym_ckpt_grpc.coordinator.threads import in_thread
-from gym_ckpt_grpc.protocol.errors import ControlError
+from gym_ckpt_grpc.protocol.errors import ControlError, OutOfTime
 from gym_ckpt_grpc.storage import Decision, Retention, RetentionOutcome, StopFlag, apply_retention, plan_retention
 
 if TYPE_CHECKING:
@@ -59,6 +60,22 @@ class Retaining:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    @asynccontextmanager
+    async def alone(self, deadline: Deadline) -> AsyncIterator[None]:
+        """Around other work that removes checkpoints: none is removed here meanwhile. Raises OutOfTime.
+
+        What is aside while it is removed may come back, and may need anything older until then.
+        """
+        try:
+            async with asyncio.timeout(deadline.left()):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise OutOfTime("the removal of older checkpoints had not ended in time; it goes on") from None
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     async def close(self, patience: float) -> None:
         """Give what still runs `patience` seconds, then end it between two files."""

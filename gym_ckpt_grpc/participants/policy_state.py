@@ -225,7 +225,7 @@ class PolicyState:
         try:
             return sum(map(self._ledger.tokens, rows))
         except Exception:
-            log.warning("the tokens of captured calls are not counted: the ledger cannot tell", exc_info=True)
+            log.debug("the tokens of captured calls are not counted: the ledger cannot tell", exc_info=True)
             return 0
 
     def commit_extra(self, records: Sequence[Record]) -> CommitExtra:

@@ -233,7 +233,7 @@ ADMISSION_REFUSED = _counter(
 )
 ADMISSION_HELD = _histogram(
     "admission_held_ms",
-    "how long a request of the data plane was held, whatever became of it; once per request and checkpoint",
+    "how long a request of the data plane was held, whatever became of it; once each time it is held",
     at.PARTICIPANT_KIND,
 )
 EVENTS_TOTAL = _counter(

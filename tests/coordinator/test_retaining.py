@@ -15,6 +15,7 @@ from gym_ckpt_grpc.coordinator.retaining import told
 from gym_ckpt_grpc.protocol.errors import (
     CheckpointConflict,
     InvalidArgument,
+    OutOfTime,
     StaleController,
     StateNotFound,
     StateUnwritable,
@@ -98,8 +99,10 @@ class Held(LocalFiles):
         super().__init__()
         self.entered = threading.Event()
         self.gate = threading.Event()
+        self.moving: list[str] = []
 
     def move_dir(self, path: str, target: str) -> None:
+        self.moving.append(path)
         self.entered.set()
         assert self.gate.wait(30)
         super().move_dir(path, target)
@@ -123,6 +126,27 @@ async def test_the_fleet_is_open_and_the_block_has_ended_while_it_works(nodes: N
         assert [each.name for each in (await outcome_of(second)).removed] == ["ck-1"]
         assert [each.name for each in (await outcome_of(third)).removed] == ["ck-2"]
     assert there(nodes) == ["ck-3"]
+
+
+async def test_a_deletion_waits_for_the_retention_under_way(nodes: Nodes) -> None:
+    """What that moves aside may come back, so nothing that it may need could go: both at once refuse each other."""
+    in_flight = nodes.add(*episodes(1))
+    files = Held()
+    async with nodes.coordinator(retention=Retention(keep_last=1), files=files) as coordinator:
+        await take(coordinator, in_flight, checkpoint_id="ck-1")
+        await coordinator.hold("ck-1", "eval")
+        await outcome_of(await take(coordinator, in_flight, checkpoint_id="ck-2"))
+        third = await take(coordinator, in_flight, checkpoint_id="ck-3")
+        assert await asyncio.to_thread(files.entered.wait, 20)  # ck-2 is about to go
+        await coordinator.release("ck-1", "eval")
+        with pytest.raises(OutOfTime):
+            await coordinator.delete("ck-1", deadline=0.5)
+        assert [os.path.basename(path) for path in files.moving] == ["ck-2"]
+        deleting = asyncio.create_task(coordinator.delete("ck-1"))
+        files.gate.set()
+        await deleting
+        assert [each.name for each in (await outcome_of(third)).removed] == ["ck-2"]
+        assert there(nodes) == ["ck-3"]
 
 
 @pytest.mark.behaviour("C222")

@@ -23,6 +23,7 @@ from gym_ckpt_grpc.protocol.identity import ParticipantKind
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope, RestoreScope
 from gym_ckpt_grpc.protocol.report import PrepareReport
 from gym_ckpt_grpc.storage import Record
+from gym_ckpt_grpc.telemetry.catalogue import Instrument
 
 OK, FAIL, HANG, STUBBORN = "ok", "fail", "hang", "stubborn"
 MODES = (OK, FAIL, HANG, STUBBORN)
@@ -95,6 +96,9 @@ class FaultyOwner:
     async def open_admission(self, opening: Opening) -> None:
         await self.steps["open"].enter()
         await self.inner.open_admission(opening)
+
+    def gauges(self) -> Mapping[Instrument, float]:
+        return self.inner.gauges()
 
     def is_ready(self) -> bool:
         return self.inner.is_ready()
