@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +69,17 @@ def line_of(note: CallNote, *, peer: str, code: str) -> bytes:
         return orjson.dumps(values) + b"\n"
     except orjson.JSONEncodeError:  # text that has no UTF-8 form
         return orjson.dumps({key: ascii(value) for key, value in values.items()}) + b"\n"
+
+
+def _is_torn(path: Path, descriptor: int) -> bool:
+    """Whether an open file ends within a line: a full disk or a crash has left it so."""
+    there = os.fstat(descriptor)
+    if not stat.S_ISREG(there.st_mode) or not there.st_size:
+        return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+    return False  # one that may only be appended to
 
 
 class AuditLog:
@@ -168,7 +180,7 @@ class AuditLog:
             self._descriptor = -1
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         self._descriptor = os.open(self.path, flags, 0o600)
-        self._torn = False
+        self._torn = _is_torn(self.path, self._descriptor)
 
     def _lose(self, count: int, why: str) -> None:
         if count < 1:

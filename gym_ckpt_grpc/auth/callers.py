@@ -20,6 +20,7 @@ from typing import Protocol
 
 import yaml
 
+from gym_ckpt_grpc.auth.certificates import has_whole_names
 from gym_ckpt_grpc.auth.files import REFRESH_SECONDS, FileProblem, Kept
 from gym_ckpt_grpc.auth.roles import Role
 
@@ -43,14 +44,14 @@ class CertificateRoles(Protocol):
 
 
 class NamedRoles:
-    """A mapping role -> names. Raises ValueError for one that cannot be, naming it."""
+    """A mapping role -> names. nobody: whether it may have no name. Raises ValueError for one that cannot be."""
 
-    def __init__(self, names: Mapping[Role, Sequence[str]]) -> None:
+    def __init__(self, names: Mapping[Role, Sequence[str]], *, nobody: bool = False) -> None:
         self._names: list[tuple[str, Role]] = []
         for role, given in names.items():
             for name in given:
                 self._names.append((_pattern(name), role))
-        if not self._names:
+        if not self._names and not nobody:
             raise ValueError("no certificate would have a role: give at least one name")
 
     def roles_of(self, names: Iterable[str]) -> dict[Role, str]:
@@ -69,15 +70,20 @@ class NamedRoles:
 
 
 class NamedRolesFile:
-    """The same mapping in a YAML file, role -> list of names, read again when it changes. Raises ValueError."""
+    """The same mapping in a YAML file, role -> list of names, read again when it changes. Raises ValueError.
+
+    Without any name it is refused at the start; later it means that nobody is let in any more.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._nobody = False
         self._kept = Kept("roles file", [self._path], self._usable)
+        self._nobody = True
 
     def _usable(self, contents: Sequence[bytes]) -> NamedRoles:
         try:
-            return NamedRoles(_mapping(yaml.safe_load(contents[0])))
+            return NamedRoles(_mapping(yaml.safe_load(contents[0])), nobody=self._nobody)
         except yaml.YAMLError:
             raise FileProblem(f"roles file {self._path} is no YAML") from None
         except ValueError as error:
@@ -97,8 +103,11 @@ class NamedRolesFile:
 
 
 def names_of(peer: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """The names of a verified certificate, from gRPC's context of the peer; none without one."""
-    names = []
+    """The names of a verified certificate, from gRPC's context of the peer; none without one, and none of one with a
+    name that gRPC cuts."""
+    names = list[str]()
+    if not all(map(has_whole_names, peer.get("x509_pem_cert", ()))):
+        return names
     for kind, key in _KINDS.items():
         names += [_folded(f"{kind}:{value.decode('utf-8', 'replace')}") for value in peer.get(key, ())]
     return names

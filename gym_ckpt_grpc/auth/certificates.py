@@ -6,6 +6,7 @@ The validity is read from the certificate's own encoding, since the standard lib
 from __future__ import annotations
 
 import binascii
+import functools
 import re
 import ssl
 import time
@@ -22,6 +23,11 @@ now = time.time
 _BLOCK = re.compile(rb"-----BEGIN CERTIFICATE-----\s.*?-----END CERTIFICATE-----", re.DOTALL)
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+_BOOLEAN, _OCTETS, _EXTENSIONS = 0x01, 0x04, 0xA3
+_ALTERNATIVE_NAMES = b"\x06\x03\x55\x1d\x11"
+"""The identifier of the extension with the subject's alternative names."""
+_TEXTS = (0x81, 0x82, 0x86)
+"""email, DNS and URI."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,16 @@ def check_pair(certificate: Path, key: Path, contents: Sequence[bytes]) -> None:
         raise FileProblem(f"certificate {certificate} and key {key} are being replaced")
 
 
+@functools.lru_cache(maxsize=256)
+def has_whole_names(certificate: bytes) -> bool:
+    """Whether no name in a certificate (PEM) has a NUL: gRPC shows such a name as if it ended there."""
+    try:
+        names = _alternative_names(ssl.PEM_cert_to_DER_cert(certificate.decode("ascii")))
+    except (ValueError, IndexError, binascii.Error):
+        return False
+    return not any(b"\0" in name for name in names)
+
+
 def instant(seconds: float) -> str:
     """A point in time, for people."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -100,6 +116,32 @@ def _validity(certificate: bytes) -> Validity:
     begins, rest = _open(validity, validity[0])
     ends, _ = _open(rest, rest[0])
     return Validity(_seconds(validity[0], begins), _seconds(rest[0], ends))
+
+
+def _alternative_names(certificate: bytes) -> list[bytes]:
+    """The names that are texts."""
+    signed, _ = _open(certificate, _SEQUENCE)
+    fields, _ = _open(signed, _SEQUENCE)
+    while fields and fields[0] != _EXTENSIONS:
+        _, fields = _open(fields, fields[0])
+    found: list[bytes] = []
+    if not fields:
+        return found
+    wrapped, _ = _open(fields, _EXTENSIONS)
+    extensions, _ = _open(wrapped, _SEQUENCE)
+    while extensions:
+        extension, extensions = _open(extensions, _SEQUENCE)
+        if extension.startswith(_ALTERNATIVE_NAMES):
+            value = extension[len(_ALTERNATIVE_NAMES) :]
+            if value[0] == _BOOLEAN:  # whether it is critical
+                _, value = _open(value, _BOOLEAN)
+            wrapped, _ = _open(value, _OCTETS)
+            names, _ = _open(wrapped, _SEQUENCE)
+            while names:
+                tag = names[0]
+                name, names = _open(names, tag)
+                found += [name] if tag in _TEXTS else []
+    return found
 
 
 def _open(data: bytes, tag: int) -> tuple[bytes, bytes]:

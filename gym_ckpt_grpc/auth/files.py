@@ -5,6 +5,7 @@ Contents are compared, not change times: two writes within one tick of a file sy
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import stat
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 REFRESH_SECONDS = 1.0
 """How long a file's content is used before the file is looked at again."""
+HANGS_SECONDS = 1.0
+"""How long calls wait for a look at files; then they go on with what is known."""
 MAX_FILE = 1 << 20
 """Bytes of a file that is read at all."""
 log = logging.getLogger("gym_ckpt_grpc.auth")
@@ -129,6 +132,35 @@ def read_file(what: str, path: Path) -> bytes:
     if len(content) > MAX_FILE:
         raise FileProblem(f"{what} {path} is longer than {MAX_FILE} bytes")
     return content
+
+
+class Looks:
+    """Looks at files for the calls of one event loop: one look at a time, in a thread, for all that want one.
+
+    Not each call for itself: on a disk that hangs they would take every thread that the process has for files, and
+    callers without credentials could have them do so. look: blocks, and raises nothing.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._begun = 0
+        self._since = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def look(self) -> None:
+        """Wait for a look that begins from now on; not for one that takes longer than HANGS_SECONDS."""
+        before = self._begun
+        while True:
+            under_way = self._task is not None and not self._task.done()
+            if self._begun - under_way > before:
+                return
+            if self._task is None or not under_way:
+                self._begun, self._since = self._begun + 1, time.monotonic()
+                self._task = asyncio.create_task(asyncio.to_thread(self._look), name="look at credentials")
+            left = self._since + HANGS_SECONDS - time.monotonic()
+            ended, _ = await asyncio.wait([self._task], timeout=max(left, 0.0))  # goes on where this call is cancelled
+            if not ended:
+                return
 
 
 class _Watch:

@@ -97,7 +97,8 @@ def _instant(began: float) -> str:
 
 
 def _moments(log: EventLog) -> str:
-    return "".join(f", {name} after {log.moments[name]:.3f} s" for name in MOMENTS if name in log.moments)
+    known = sorted((log.moments[name], name) for name in MOMENTS if name in log.moments)
+    return "".join(f", {name} after {after:.3f} s" for after, name in known)
 
 
 def tell_pause(log: EventLog) -> None:

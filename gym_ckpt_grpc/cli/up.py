@@ -17,6 +17,7 @@ from gym_ckpt_grpc.minigym.supervisor import Supervisor, Unhealthy
 from gym_ckpt_grpc.minigym.tasks import Task, make_tasks
 from gym_ckpt_grpc.minigym.topology import Topology
 from gym_ckpt_grpc.minigym.trainer import Trainer
+from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 
 FIRST_LIFE = 1
@@ -58,9 +59,7 @@ async def up(*, directory: Path | None, rollouts: int, mtls: bool, audit: bool, 
     temporary = directory is None
     place = Path(tempfile.mkdtemp(prefix="gym-ckpt-up-")) if directory is None else directory
     try:
-        plan_file = place / "minigym.json"
-        topology = Topology(mtls=mtls, audit=audit)
-        plan = Deployment.load(plan_file) if plan_file.exists() else Deployment.create(place, topology=topology)
+        plan = _planned(place, Topology(mtls=mtls, audit=audit))
         async with Supervisor(plan.logs) as servers:
             await servers.start(plan.specs(life=FIRST_LIFE))
             in_flight = InFlight(place / IN_FLIGHT)
@@ -72,6 +71,18 @@ async def up(*, directory: Path | None, rollouts: int, mtls: bool, audit: bool, 
     finally:
         if temporary:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _planned(place: Path, asked: Topology) -> Deployment:
+    """The deployment that a directory has, else a new one. Raises UsageError where it is less safe than asked."""
+    plan_file = place / "minigym.json"
+    if not plan_file.exists():
+        return Deployment.create(place, topology=asked)
+    plan = Deployment.load(plan_file)
+    for option in ("mtls", "audit"):
+        if getattr(asked, option) and not getattr(plan.topology, option):
+            raise UsageError(f"{place} has a deployment without --{option}: name another directory")
+    return plan
 
 
 async def _stay(plan: Deployment, servers: Supervisor, rollouts: int, in_flight: InFlight) -> Exit:

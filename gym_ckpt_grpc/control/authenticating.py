@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import grpc
 
 from gym_ckpt_grpc.auth import Authenticator, Caller, Denied
 from gym_ckpt_grpc.auth.audit import current_note
+from gym_ckpt_grpc.auth.files import Looks
 from gym_ckpt_grpc.control.decoding import UNSERVED, decoding
 from gym_ckpt_grpc.protocol.errors import Unauthenticated
 from gym_ckpt_grpc.telemetry import method_name, wrap_handler
@@ -27,6 +27,7 @@ class AuthServerInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
+        self._looks = Looks(authenticator.refresh)
 
     async def intercept_service(
         self,
@@ -34,7 +35,7 @@ class AuthServerInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         if self._authenticator.stale():
-            await asyncio.to_thread(self._authenticator.refresh)
+            await self._looks.look()
         method = method_name(handler_call_details.method)
         metadata = tuple(handler_call_details.invocation_metadata or ())
         if not self._authenticator.needs_peer(method, metadata):
@@ -54,7 +55,7 @@ class AuthServerInterceptor(grpc.aio.ServerInterceptor):
         try:
             caller = self._authenticator.check(method, metadata, peer)
         except (Unauthenticated, Denied):
-            await asyncio.to_thread(self._authenticator.refresh)
+            await self._looks.look()
             try:
                 caller = self._authenticator.check(method, metadata, peer)
             except Denied as error:

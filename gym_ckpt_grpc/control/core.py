@@ -159,6 +159,8 @@ class Core:
             if work is not None:
                 work.stop.stop(0)
                 work.cut.close()
-        await self.tasks.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self.watchdog.close()
+        try:
+            await self.tasks.close()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self.watchdog.close()

@@ -95,7 +95,8 @@ class Installing:
             scope=scope,
             decoded=True,  # there, not on the loop, where owners take the records apart
         )
-        return await core.in_thread(read)
+        with hook_cancelled():
+            return await core.in_thread(read)
 
     async def _make_live(self, work: Work, part: Part, scope: RestoreScope) -> None:
         try:

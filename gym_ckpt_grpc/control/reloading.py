@@ -81,6 +81,8 @@ class ReloadingChannel(grpc.aio.Channel):
         self._closed = False
         self._current = self._open()
         self._end_listening = tls.listen(self._changed_elsewhere)
+        if tls.version != self._current.version:  # changed just now, for other channels that have these files
+            self._changed()
 
     # ---- the channel as everyone else's
 
@@ -126,7 +128,12 @@ class ReloadingChannel(grpc.aio.Channel):
         def make(channel: grpc.aio.Channel) -> Any:
             return getattr(channel, arity)(*arguments, **options)
 
-        return _MultiCallable(lambda: self._current, make)
+        return _MultiCallable(self._line, make)
+
+    def _line(self) -> _Line:
+        if self._closed:  # the core crashes the process where a method is made of a channel that is closed
+            raise grpc.aio.UsageError("Channel is closed.")
+        return self._current
 
     # ---- changes
 

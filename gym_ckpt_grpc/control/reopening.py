@@ -72,7 +72,9 @@ class Reopening:
 
     async def _stop(self, work: Work) -> None:
         """End capture and write; afterwards nothing of that write can appear."""
-        with preempting(self._core, work.commit or work.capture, "commit" if work.commit else "capture"):
+        commits = work.commit is not None and not work.commit.done()  # one that failed may be followed by a Capture
+        task, operation = (work.commit, "commit") if commits else (work.capture, "capture")
+        with preempting(self._core, task, operation):
             await self._stop_writing(work)
 
     async def _stop_writing(self, work: Work) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import logging
 import os
 import socket
@@ -39,6 +40,7 @@ from gym_ckpt_grpc.telemetry import (
 
 log = logging.getLogger("gym_ckpt_grpc.auth")
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+HEADER_TRACES = ("api", "chttp2_hpack_parser", "http")
 MAX_SOCKET_PATH = 100
 """Bytes of a Unix socket path that every system takes."""
 
@@ -65,8 +67,9 @@ def _reflection_v1(names: Sequence[str]) -> grpc.GenericRpcHandler:
 
 
 def _warn_of_traces(traces: str) -> None:
-    """gRPC's own traces of these kinds have every header in them, tokens included."""
-    if shown := {"all", "api", "http"} & {name.strip() for name in traces.split(",")}:
+    """gRPC's own traces of these kinds have every header in them, tokens included; `http` in some versions."""
+    given = [name.strip() for name in traces.split(",")]
+    if shown := [name for name in given if name == "all" or fnmatch.filter(HEADER_TRACES, name)]:
         log.warning("GRPC_TRACE has %s: gRPC writes tokens to standard error", ", ".join(sorted(shown)))
 
 

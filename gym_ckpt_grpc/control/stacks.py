@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import sys
@@ -16,7 +17,11 @@ DEPTH = 32
 
 def task_stack(task: asyncio.Task[Any]) -> str:
     """The frames of a task that waits, down to what it waits for, which `Task.get_stack` does not give."""
-    return _text(list(_frames(task.get_coro())))
+    frames: list[FrameType] = []
+    with contextlib.suppress(Exception):  # an awaitable of somebody else's making may be anything
+        for frame in _frames(task.get_coro()):
+            frames.append(frame)
+    return _text(frames)
 
 
 def thread_stack(ident: int) -> str:

@@ -33,15 +33,12 @@ T = TypeVar("T")
 @contextlib.contextmanager
 def step(core: Core, work: Work, span: SpanType, *, attempt: bool = False) -> Iterator[Timed]:
     """A step of an owned task as a block. attempt: whether it counts as one."""
-    raised: BaseException | None = None
     with core.recorder.step(span, attempt=attempt) as timed:
         try:
             yield timed
         except BaseException as error:
-            timed.failed(_outcome(work, error))
-            raised = error
-    if raised is not None:
-        raise raised
+            timed.end(_outcome(work, error))
+            raise
 
 
 def _outcome(work: Work, error: BaseException | None) -> str:

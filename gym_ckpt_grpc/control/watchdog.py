@@ -175,13 +175,13 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_later(pause, self._beat)
 
     def _beat(self) -> None:
-        self._timer = None
         self._measure()
+        self._timer = None
         self._look()
         self._schedule()
 
     def _measure(self) -> None:
-        if self._open:
+        if self._open and self._timer is not None:
             self.longest_lag = max(self.longest_lag, self._clock() - self._due)
 
     def _look(self) -> None:

@@ -17,6 +17,7 @@ from gym_ckpt_grpc.coordinator.reopening import Reopening
 from gym_ckpt_grpc.coordinator.result import CheckpointResult, CheckpointState
 from gym_ckpt_grpc.coordinator.retiring import retire_everywhere
 from gym_ckpt_grpc.coordinator.session import Session
+from gym_ckpt_grpc.coordinator.session_state import Step
 from gym_ckpt_grpc.protocol.errors import ControlError
 from gym_ckpt_grpc.storage import RetentionOutcome
 
@@ -135,6 +136,11 @@ class Leaving:
             await self._checkpoint.publication.find_out(deadline)
         except ControlError as error:
             self.notes.append(f"whether {self._checkpoint.id} is published could not be read: {error}")
+            return
+        # What this process tried and did not hear of; what another one tried, that one has counted.
+        tried = self._checkpoint.step is not Step.PUBLISHED and self._checkpoint.timing.publish > 0
+        if tried and self._checkpoint.publication.number is not None:
+            self._session.count_rollouts("protected", len(self._checkpoint.continued))
 
     def let_go(self) -> None:
         """Renew no lease of it any more."""

@@ -39,7 +39,7 @@ class MetricsPorts:
         return {VARIABLE: ",".join(words)}
 
     def _port(self, first: str) -> int | str:
-        if not first.isdigit():
+        if not first.isdecimal():
             return first  # the server says what is wrong with it
         return int(first) + 1 + len(self.targets) if int(first) else free_ports(1)[0]
 

@@ -141,10 +141,12 @@ COORDINATE_ENTERING = SpanType(
     (at.PARTICIPANTS, at.OUTCOME),
 )
 COORDINATE_PREPARE = _coordinate("prepare", "Prepare of the fleet, in stages", at.STOPPED_AT)
-COORDINATE_CAPTURE = _coordinate("capture", "Capture of the fleet")
+COORDINATE_CAPTURE = _coordinate("capture", "Capture of the fleet", at.REPLAYED)
 COORDINATE_COMMIT = _coordinate("commit", "Commit of the fleet")
-COORDINATE_PUBLISH = _coordinate("publish", "the aggregate manifest and the sequence entry")
-COORDINATE_RESUME = _coordinate("resume", "Resume of the fleet; an error where any participant stayed closed")
+COORDINATE_PUBLISH = _coordinate("publish", "the aggregate manifest and the sequence entry", at.REPLAYED)
+COORDINATE_RESUME = _coordinate(
+    "resume", "Resume of the fleet; an error where any participant stayed closed", at.REPLAYED
+)
 COORDINATE_RESTORE = _coordinate("restore", "Restore of the fleet")
 COORDINATE_RETIRE = _coordinate("retire", "Retire over the fleet", at.EPISODES)
 COORDINATE_FORGET = _coordinate("forget", "Forget over the fleet", at.ROLLOUTS)
@@ -239,7 +241,7 @@ ADMISSION_HELD = _histogram(
 EVENTS_TOTAL = _counter(
     "events_total",
     "1",
-    "what happened, once each; `operation` with `replayed`, `disposition` with `generation_cut`",
+    "what happened, once each; `operation` with `replayed` and `preempted`, `disposition` with `generation_cut`",
     at.EVENT,
     at.PARTICIPANT_KIND,
     at.OPERATION,

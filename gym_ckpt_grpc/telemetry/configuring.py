@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 from urllib.parse import unquote, urlsplit
 
 from opentelemetry import metrics, trace
@@ -98,7 +98,12 @@ def configure(
         log.info("this process has a tracer provider: spans of checkpoints go there, and `configure` adds none")
     if not free.metrics:
         log.info("this process has a meter provider: metrics of checkpoints go there, and `configure` adds none")
-    pipelines = _built(wanted, free, service_name, telemetry) if free.traces or free.metrics else None
+    try:
+        pipelines = _built(wanted, free, service_name, telemetry) if free.traces or free.metrics else None
+    except UsageError:
+        raise
+    except Exception as error:  # the SDK reads variables of its own, and raises what it likes for a wrong one
+        raise UsageError(f"OpenTelemetry's SDK was not set up: {error}") from error
     if pipelines is not None and pipelines.tracers is not None:
         trace.set_tracer_provider(pipelines.tracers)
     if pipelines is not None and pipelines.meters is not None:
@@ -120,8 +125,7 @@ def exporting(service_name: str) -> Iterator[Exporting | None]:
     text = os.environ.get(VARIABLE, "").strip()
     try:
         if text:
-            name = "" if os.environ.get("OTEL_SERVICE_NAME") else service_name
-            handle = configure(**_words(text), service_name=name)  # type: ignore[arg-type]
+            handle = _configured(_words(text), "" if os.environ.get("OTEL_SERVICE_NAME") else service_name)
     except UsageError as error:
         log.warning("%s exports nothing: %s", VARIABLE, error)
     if handle is not None and handle.prometheus_address:
@@ -131,6 +135,22 @@ def exporting(service_name: str) -> Iterator[Exporting | None]:
     finally:
         if handle is not None:
             handle.shutdown()
+
+
+class PageTaken(UsageError):
+    """The port of `/metrics` cannot be had."""
+
+
+def _configured(words: dict[str, Any], service_name: str) -> Exporting:
+    """`configure`; where the port is taken, without the page: a shell's variable is one port for all that it runs."""
+    try:
+        return configure(**words, service_name=service_name)
+    except PageTaken as error:
+        if len(words) == 1:
+            raise
+        log.warning("%s: %s; the rest is exported", VARIABLE, error)
+        del words["prometheus"]
+        return configure(**words, service_name=service_name)
 
 
 def _words(text: str) -> dict[str, bool | int | str]:
@@ -217,6 +237,9 @@ def _check_variables(endpoint: str | None) -> None:
                 raise UsageError(f"{name} names no file: {file}")
             if file and endpoint is not None and endpoint.startswith("http:"):
                 raise UsageError(f"{name} is for TLS, and the endpoint {endpoint} is without it")
+        where = f"OTEL_EXPORTER_OTLP{infix}_ENDPOINT"
+        if endpoint is None and "@" in os.environ.get(where, ""):  # the SDK shows it whole in the log
+            raise UsageError(f"{where} has credentials: they belong into OTEL_EXPORTER_OTLP_HEADERS")
 
 
 def _headers(signal: str) -> dict[str, str]:
@@ -288,7 +311,7 @@ def _built(wanted: Wanted, free: Free, service_name: str, telemetry: Telemetry) 
             on_loss=lambda lost: telemetry.add(catalogue.SPANS_DROPPED, lost, {}),
         )
     except OSError as error:
-        raise UsageError(f"/metrics cannot be served at {page}: {error.strerror or error}") from error
+        raise PageTaken(f"/metrics cannot be served at {page}: {error.strerror or error}") from error
 
 
 def _missing(error: ModuleNotFoundError) -> NoReturn:

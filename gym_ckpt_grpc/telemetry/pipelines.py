@@ -10,10 +10,12 @@ import dataclasses
 import functools
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -48,8 +50,7 @@ class BoundedSpans(SpanProcessor):
     """
 
     def __init__(self, exporter: SpanExporter, *, capacity: int, on_loss: Callable[[int], None]) -> None:
-        self._lock = threading.Lock()
-        self._waiting = 0
+        self._begin_anew()
         self._capacity = capacity
         self._on_loss = on_loss
         self._batches = BatchSpanProcessor(
@@ -57,6 +58,12 @@ class BoundedSpans(SpanProcessor):
             max_queue_size=capacity,
             max_export_batch_size=min(_number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512), capacity),
         )
+
+        _bounded.add(self)
+
+    def _begin_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting = 0
 
     @property
     def waiting(self) -> int:
@@ -89,6 +96,19 @@ class BoundedSpans(SpanProcessor):
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Export what waits."""
         return self._batches.force_flush(timeout_millis)
+
+
+_bounded: weakref.WeakSet[BoundedSpans] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """The SDK empties the queues of a forked child, and the locks may have been held as it was made."""
+    for spans in list(_bounded):
+        spans._begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Handing(SpanExporter):
@@ -169,8 +189,19 @@ def views() -> list[View]:
 
 
 class _Silent(WSGIRequestHandler):
+    timeout = 10  # seconds that a client may stand still: it holds a thread and a file of ours
+
     def log_message(self, format: str, *args: Any) -> None:
         """A scrape is no news."""
+
+
+class _Server(ThreadingWSGIServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nor is a client that went away, or stood still."""
+
+
+class _ServerOfIpv6(_Server):
+    address_family = socket.AF_INET6
 
 
 class MetricsPage:
@@ -183,8 +214,9 @@ class MetricsPage:
             with turn:  # the reader gives what two scrapes collect to one of them
                 return page(environ, start_response)
 
-        self._server: WSGIServer = make_server(host, port, one_at_a_time, ThreadingWSGIServer, _Silent)
-        self.address = f"{host}:{self._server.server_port}"
+        family, shown = (_ServerOfIpv6, f"[{host}]") if ":" in host else (_Server, host)
+        self._server: WSGIServer = make_server(host, port, one_at_a_time, family, _Silent)
+        self.address = f"{shown}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="gymckpt-metrics", daemon=True).start()
 
     def close(self) -> None:
@@ -217,11 +249,16 @@ class Pipelines:
             shown = PrometheusReader()
             self.page = MetricsPage(shown.registry, *page)
             readers.append(shown)
-        readers += [PeriodicExportingMetricReader(exporter) for exporter in metrics]
-        # Their own hooks would wait at the exit of the process for as long as an exporter tries.
-        self.meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=views()) if readers else None
-        self.processors = [BoundedSpans(exporter, capacity=capacity, on_loss=on_loss) for exporter in spans]
-        self.tracers = TracerProvider(resource=resource, shutdown_on_exit=False) if spans else None
+        try:
+            readers += [PeriodicExportingMetricReader(exporter) for exporter in metrics]
+            # Their own hooks would wait at the exit of the process for as long as an exporter tries.
+            self.meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=views()) if readers else None
+            self.processors = [BoundedSpans(exporter, capacity=capacity, on_loss=on_loss) for exporter in spans]
+            self.tracers = TracerProvider(resource=resource, shutdown_on_exit=False) if spans else None
+        except Exception:  # a variable of the SDK that it does not take
+            if self.page is not None:
+                self.page.close()
+            raise
         for processor in self.processors:
             assert self.tracers is not None
             self.tracers.add_span_processor(processor)

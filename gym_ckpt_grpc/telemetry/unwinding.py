@@ -16,10 +16,11 @@ def unwinding_sigterm() -> Iterator[None]:
     at once.
 
     By default the signal ends a process before any block closes; uvicorn, too, raises it again as soon as its own
-    connections are closed. Only in the main thread; elsewhere, or where SIGTERM is ignored, it changes nothing.
+    connections are closed. Only in the main thread; elsewhere, or where SIGTERM is ignored or has a handler that is not
+    Python's, it changes nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+    if not is_main or signal.getsignal(signal.SIGTERM) in (signal.SIG_IGN, None):
         yield
         return
     told = False

@@ -276,6 +276,19 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert log.lost == 1
 
 
+def test_a_line_that_was_torn_before_the_start(tmp_path: Path) -> None:
+    """By a process that is gone: the first line of the next one is its own; a whole last line gets no empty one."""
+    path = tmp_path / "audit"
+    path.write_bytes(entry("0") + entry("1")[:20])
+    for name in ("2", "3"):
+        log = opened(path)
+        log.write(entry(name))
+        log.close()
+    whole, torn, *others = path.read_text().splitlines()
+    assert (json.loads(whole)["method"], len(torn)) == ("/m/0", 20)
+    assert [json.loads(line)["method"] for line in others] == ["/m/2", "/m/3"]
+
+
 def test_what_callers_send_stays_on_its_line(tmp_path: Path) -> None:
     """Line ends, very long ids and text without a UTF-8 form."""
     path = tmp_path / "audit"

@@ -243,6 +243,40 @@ def test_role_files_that_cannot_be(tmp_path: Path) -> None:
         assert str(file) in str(caught.value)
 
 
+@pytest.mark.behaviour("C317")
+@pytest.mark.parametrize("more", [["URI:spiffe://gym.example/controller\0.elsewhere"], ["DNS:b\0x", "email:a@b"]])
+async def test_a_name_with_a_nul_is_no_name(served: Secured, pki: Pki, more: list[str]) -> None:
+    """gRPC would end it there, and a name below somebody's own would become another's. Such a certificate has no
+    name at all; zeros of an address are nothing of the kind."""
+    address = "IP:10.0.0.1"
+    pki.authority.issue("cut", [address, *more, "URI:spiffe://gym.example/observer"])
+    pki.authority.issue("whole", [address, "URI:spiffe://gym.example/observer"])
+    for name, code in (("cut", "UNAUTHENTICATED"), ("whole", "OK")):
+        async with served.as_(name) as channel:
+            assert await code_of(channel, STATUS) == code
+
+
+def test_a_certificate_that_cannot_be_read_has_no_names() -> None:
+    """It would have to be gRPC's fault: nobody is let in by it."""
+    for certificate in (b"", b"\xff", b"-----BEGIN CERTIFICATE-----\nMAMCAQA=\n-----END CERTIFICATE-----\n"):
+        peer = {"peer_uri": [b"spiffe://gym.example/trainer"], "x509_pem_cert": [certificate]}
+        assert callers_module.names_of(peer) == []
+
+
+@pytest.mark.behaviour("C317")
+async def test_the_last_name_can_be_taken_out(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list without names is meant; a file that is empty or half written is not, and leaves the roles as they are."""
+    monkeypatch.setattr(callers_module, "REFRESH_SECONDS", 0.0)
+    file = tmp_path / "roles.yaml"
+    file.write_text("controller:\n  - URI:spiffe://gym.example/controller\n")
+    authenticator = Authenticator(certificates=NamedRolesFile(file))
+    async with Secured(tmp_path / "root", pki, authenticator=authenticator) as p:
+        channel: Any = p.channel
+        for content, code in (("", "OK"), ("controller:\n", "OK"), ("controller: []\n", "UNAUTHENTICATED")):
+            replace_file(file, content.encode())
+            assert await code_of(channel, STATUS) == code
+
+
 async def test_a_certificate_in_a_call_of_the_real_client(served: Secured) -> None:
     """Typed stubs, unary and streaming, over the channel that reloads."""
     assert (await served.stub.GetStatus(pb.GetStatusRequest(), timeout=5)).status.phase == pb.PHASE_IDLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,10 @@ from gym_ckpt_grpc.cli import access
 from gym_ckpt_grpc.cli.access import authenticator_of, client_tls, server_tls, with_tls
 from gym_ckpt_grpc.cli.app import app
 from gym_ckpt_grpc.cli.server_commands import app as all_commands
+from gym_ckpt_grpc.cli.up import _planned, up
 from gym_ckpt_grpc.minigym.authority import replace_file
+from gym_ckpt_grpc.minigym.deployment import Deployment
+from gym_ckpt_grpc.minigym.topology import Topology
 from gym_ckpt_grpc.protocol.errors import UsageError
 from tests.auth.secured import Pki
 
@@ -115,3 +119,15 @@ def test_a_command_says_what_is_wrong(pki: Pki, tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, argv)
     assert ended.exit_code == 2, ended.output
     assert "has no whole certificate" in " ".join(ended.output.split())
+
+
+@pytest.mark.parametrize("option", ["mtls", "audit"])
+async def test_a_directory_without_what_is_asked_for(tmp_path: Path, option: str) -> None:
+    """`up` does not go on with tokens where certificates are asked for; what is not asked for stays as it is."""
+    Deployment.create(tmp_path / "plain")
+    asked: dict[str, Any] = {"mtls": False, "audit": False} | {option: True}
+    with pytest.raises(UsageError, match=f"without --{option}"):
+        await asyncio.wait_for(up(directory=tmp_path / "plain", rollouts=0, as_json=True, **asked), 20)
+    made = _planned(tmp_path / "other", Topology(**asked))
+    assert getattr(_planned(tmp_path / "other", Topology()).topology, option)
+    assert made == _planned(tmp_path / "other", Topology(**asked))

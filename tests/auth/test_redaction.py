@@ -94,7 +94,16 @@ async def test_no_key_or_certificate_in_reprs(tmp_path: Path, pki: Pki, caplog: 
 
 
 @pytest.mark.parametrize(
-    ("traces", "warned"), [("", False), ("client_channel", False), ("a, http", True), ("all", True)]
+    ("traces", "warned"),
+    [
+        ("", False),
+        ("client_channel", False),
+        ("a, http", True),
+        ("all", True),
+        ("*", True),
+        ("tcp,a*", True),
+        ("chttp2_hpack_parser", True),
+    ],
 )
 async def test_a_trace_that_shows_headers_is_warned_of(
     tmp_path: Path, traces: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +13,18 @@ from typing import Any
 import grpc
 import pytest
 
-from gym_ckpt_grpc.auth import Authenticator, ClientTls, Role, ServerTls, TokenFile, certificates, files
+from gym_ckpt_grpc.auth import (
+    Authenticator,
+    ClientTls,
+    NamedRolesFile,
+    Role,
+    ServerTls,
+    TokenFile,
+    callers,
+    certificates,
+    files,
+    tokens,
+)
 from gym_ckpt_grpc.control import open_channel, reloading
 from gym_ckpt_grpc.minigym.authority import LOCAL_NAMES, YEAR, Authority, replace_file
 from gymckpt.v1 import participant_pb2 as pb
@@ -312,6 +324,79 @@ async def test_a_channel_that_was_idle_has_the_new_certificate(tmp_path: Path, p
         await reconnected(channel, line)
         assert await p.phase() == "IDLE"
         await eventually(lambda: not channel._retired)
+
+
+async def test_files_that_change_while_a_channel_is_made(
+    tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another channel's thread has seen it and told those who listened by then: the new one is not left behind."""
+    async with Secured(tmp_path / "root", pki, authenticator=by_certificates()) as p:
+        tls = pki.client("controller")
+        listen = tls.listen
+
+        def late(listener: Callable[[], None]) -> Callable[[], None]:
+            pki.authority.issue("controller", CONTROLLER)
+            tls.refresh()
+            return listen(listener)
+
+        monkeypatch.setattr(tls, "listen", late)
+        async with open_channel(p.server.address, tls=tls) as channel:
+            made: Any = channel
+            await eventually(lambda: made._current.version == tls.version == 2)
+            assert await code_of(channel, STATUS) == "OK"
+
+
+@pytest.mark.behaviour("C317")
+async def test_files_are_looked_at_off_the_loop(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens, roles and TLS, of servers and clients, in calls that are let in and in calls that are refused."""
+    on_loop, elsewhere = list[Path](), set[Path]()
+    real = files.read_file
+
+    def read(what: str, path: Path) -> bytes:
+        if asyncio._get_running_loop() is not None:
+            on_loop.append(path)
+        else:
+            elsewhere.add(path)
+        return real(what, path)
+
+    for module in (tokens, callers):
+        monkeypatch.setattr(module, "REFRESH_SECONDS", 0.0)
+    token, own, roles = tmp_path / "token", tmp_path / "own", tmp_path / "roles"
+    for file in (token, own):
+        file.write_text("token")
+    roles.write_text(f"controller: [{CONTROLLER[0]}]\n")
+    authenticator = Authenticator({Role.OBSERVER: TokenFile(token)}, certificates=NamedRolesFile(roles))
+    async with (
+        Secured(tmp_path / "root", pki, authenticator=authenticator) as p,
+        p.as_("stranger", token=TokenFile(own)) as by_token,
+        p.as_("stranger") as stranger,
+    ):
+        monkeypatch.setattr(files, "read_file", read)
+        monkeypatch.setattr(certificates, "read_file", read)
+        await asyncio.to_thread(pki.authority.issue, "controller", CONTROLLER)
+        pairs = [pki.pair(name) for name in ("server", "controller", "stranger")]
+        everything = {token, own, roles, pki.ca, *itertools.chain(*pairs)}
+        while not everything <= {*elsewhere, *on_loop}:
+            assert await code_of(by_token, STATUS) == "OK"
+            assert await code_of(p.channel, STATUS) == "OK"  # type: ignore[arg-type]
+            assert await code_of(stranger, STATUS) == "UNAUTHENTICATED"
+    assert on_loop == []
+
+
+async def test_a_call_after_the_end(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails as with any channel, also where its method was not called on the last connection: gRPC 1.85 crashes the
+    process when it makes a method of a closed channel."""
+    async with Secured(tmp_path / "root", pki, authenticator=by_certificates()) as p:
+        channel: Any = open_channel(p.server.address, tls=pki.client("controller"))
+        stub = participant_pb2_grpc.ParticipantServiceStub(channel)
+        await channel.close()
+        made = list[str]()
+        line = type("Closed", (), {"__getattr__": lambda self, name: made.append(name)})()
+        monkeypatch.setattr(channel._current, "channel", line)
+        for method, request in ((stub.GetStatus, pb.GetStatusRequest()), (stub.WatchStatus, pb.WatchStatusRequest())):
+            with pytest.raises(grpc.aio.UsageError):
+                method(request, timeout=5)
+        assert made == []
 
 
 async def test_closing_while_the_files_change(tmp_path: Path, pki: Pki) -> None:

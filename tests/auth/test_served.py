@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from gym_ckpt_grpc.auth import ROLES, Authenticator, Role, TokenFile, TokenSource, TokenValue
+from gym_ckpt_grpc.auth import ROLES, Authenticator, Caller, Role, TokenFile, TokenSource, TokenValue, files
 from gym_ckpt_grpc.auth import tokens as tokens_module
 from gym_ckpt_grpc.control import error_from, open_channel
 from gym_ckpt_grpc.protocol.errors import PermissionDenied, Unauthenticated
 from gymckpt.v1 import participant_pb2
 from gymckpt.v1 import participant_pb2 as pb
-from tests.control.scripted import Participant, context, typed
+from tests.control.scripted import Participant, context, eventually, typed
 
 SEE, DO = "marker-observer", "marker-controller"
 TOKENS: dict[Role, TokenSource] = {Role.OBSERVER: TokenValue(SEE), Role.CONTROLLER: TokenValue(DO)}
@@ -199,6 +201,84 @@ async def test_no_token_is_written_anywhere(
     told = caplog.text + "".join(capfd.readouterr()) + repr(failure) + repr(served.token)
     assert "incident" in told
     assert "marker" not in told
+
+
+@pytest.mark.behaviour("C319")
+async def test_a_channel_sends_its_token_with_calls_of_every_arity(served: Participant) -> None:
+    """Reflection takes a stream of requests; a unary method takes one from a stream as well."""
+    ask = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
+    channel: Any = served.channel
+    call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")(iter([ask]), timeout=5)
+    assert b"gymckpt.v1.ParticipantService" in await call.read()
+    method = channel.stream_unary("/grpc.health.v1.Health/Check")
+    assert health_pb2.HealthCheckResponse.FromString(await method(iter([b""]), timeout=5)).status
+
+
+async def test_refused_callers_do_not_take_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files lie on a disk that hangs: one thread waits for it, whatever strangers send, and however often they
+    go away. Each of them is answered by a look that began after it came."""
+    secret = tmp_path / "secret"
+    secret.write_text("token")
+    source = TokenFile(secret)
+    authenticator = Authenticator({Role.CONTROLLER: source})
+    hangs, looks, checked = threading.Event(), list[None](), list[None]()
+    check = authenticator.check
+
+    def refresh() -> None:
+        looks.append(None)
+        hangs.wait(10)
+        TokenFile.refresh(source)
+
+    def checking(method: str, metadata: Any, peer: Any = None) -> Caller:
+        if bearer("wrong")[0] not in metadata:
+            checked.append(None)
+        return check(method, metadata, peer)
+
+    monkeypatch.setattr(source, "refresh", refresh)
+    monkeypatch.setattr(authenticator, "check", checking)
+    monkeypatch.setattr(files, "HANGS_SECONDS", 60.0)
+    async with Participant(tmp_path, authenticator=authenticator) as p, open_channel(p.server.address) as channel:
+        status = "/gymckpt.v1.ParticipantService/GetStatus"
+        method: Any = channel.unary_unary(status)
+        gone = [method(b"", metadata=bearer("wrong"), timeout=20) for _ in range(50)]
+        await eventually(lambda: bool(looks))
+        for left in gone:
+            left.cancel()
+        stay = [asyncio.ensure_future(code_of(p, status, bearer(f"new-{n % 2}"))) for n in range(50)]
+        await eventually(lambda: len(checked) == len(stay))
+        assert len(looks) == 1
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5) == "free"
+        secret.write_text("new-1")
+        hangs.set()
+        codes = await asyncio.gather(*stay)
+    assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK] * 25
+    assert len(looks) < 10
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+async def test_a_disk_that_hangs_holds_up_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """Its last token serves, in one thread's wait for it; with the disk back, files are read again."""
+    secret = tmp_path / "secret"
+    secret.write_text("token")
+    at_server, at_client = TokenFile(secret), TokenFile(secret)
+    source = at_server if side == "server" else at_client
+    hangs, looks = threading.Event(), list[None]()
+
+    def refresh() -> None:
+        looks.append(None)
+        hangs.wait(20)
+        TokenFile.refresh(source)
+
+    monkeypatch.setattr(files, "HANGS_SECONDS", 0.01)
+    monkeypatch.setattr(source, "stale", lambda: True)
+    monkeypatch.setattr(source, "refresh", refresh)
+    authenticator = Authenticator({Role.CONTROLLER: at_server})
+    async with Participant(tmp_path, authenticator=authenticator, token=at_client) as p:
+        assert {await asyncio.wait_for(p.phase(), 5) for _ in range(20)} == {"IDLE"}
+        assert len(looks) == 1
+        hangs.set()
+        while len(looks) < 2:
+            await p.phase()
 
 
 async def test_credentials_come_before_every_other_check(served: Participant) -> None:

@@ -62,7 +62,7 @@ def test_a_bar_per_participant_and_step(root: Path) -> None:
     keep(root)
     text = run(root)
     assert "two  published as number 3" in text
-    assert "began 2023-11-14T22:13:20.500+00:00, prepared after 0.400 s, released after 1.000 s" in text
+    assert "began 2023-11-14T22:13:20.500+00:00, prepared after 0.400 s, durable after 0.800 s" in text
     assert "pause of 1.000 s: 0.400 s until every participant was at its cut, 0.600 s beyond it" in text
     rows = [line for line in text.splitlines() if "━" in line and "│" in line]
     assert len(rows) == len(STEPS)
@@ -149,3 +149,11 @@ def test_nothing_in_a_log_commands_the_terminal(root: Path) -> None:
 )
 def test_bars(start: float, end: float, span: float, drawn: str) -> None:
     assert bar(start, end, span) == drawn
+
+
+def test_moments_stand_in_the_order_in_which_they_came(root: Path) -> None:
+    """Where nobody releases before the end, that is the last of them."""
+    keep(root, moments={**MOMENTS, "released": 0.9})
+    assert "prepared after 0.400 s, durable after 0.800 s, published after 0.850 s, released after 0.900 s" in run(
+        root, "two"
+    )

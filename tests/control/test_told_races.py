@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gym_ckpt_grpc.control import Budget, ControlSettings, HookFailed
-from gym_ckpt_grpc.protocol.errors import ControlError, OutOfTime, StaleCheckpoint, StateUnwritable
+from gym_ckpt_grpc.protocol.errors import ControlError, ExportFailed, OutOfTime, StaleCheckpoint, StateUnwritable
 from gym_ckpt_grpc.protocol.ids import EpisodeId, EpisodeScope
 from gym_ckpt_grpc.protocol.machine import Call, CommitArguments
 from gym_ckpt_grpc.protocol.phases import Operation
@@ -308,6 +308,28 @@ async def test_a_resume_cuts_an_export_off(tmp_path: Path, operation: str) -> No
         assert kept.value(catalogue.ATTEMPTS_TOTAL, step="export") == 1
     kept.all_ended()
     assert told(kept) == {"prepare": OK, "wait_ready": OK, "export": STALE, operation: STALE, "resume": OK}
+
+
+async def test_a_resume_cuts_an_export_off_that_followed_a_failed_one(tmp_path: Path) -> None:
+    """A Commit failed with its export; what is cut off is the Capture that tried again."""
+    kept = Kept()
+    async with Participant(tmp_path, telemetry=kept.telemetry) as p:
+        p.add("a")
+        await p.prepare()
+        p.owner.exports.error = HookFailed("no")
+        with pytest.raises(ExportFailed):
+            await p.commit()
+        p.owner.exports.error = None
+        p.owner.exports.hold()
+        async with running(p.capture()) as call:
+            await p.owner.exports.reached(2)
+            await p.resume()
+            with pytest.raises(StaleCheckpoint):
+                await call
+        assert kept.points(EVENTS) == [
+            ({"participant_kind": "resources", "event": "preempted", "operation": "capture"}, 1)
+        ]
+    kept.all_ended()
 
 
 async def test_a_resume_cuts_a_close_off(tmp_path: Path) -> None:

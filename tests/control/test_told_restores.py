@@ -131,3 +131,20 @@ async def test_a_close_that_fails_in_a_restore(tmp_path: Path, error: Exception)
         assert kept.value(catalogue.ATTEMPTS_TOTAL, step="install") == 0
     kept.all_ended()
     assert kept.of(catalogue.READ) == []
+
+
+async def test_a_read_whose_storage_cancels_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file layer with a loop of its own may raise that; nobody cancelled the install, which fails and opens."""
+    kept = Kept()
+
+    def read_part(*arguments: object, **more: object) -> None:
+        raise asyncio.CancelledError
+
+    async with Participant(tmp_path, telemetry=kept.telemetry) as p:
+        await to_restore(p)
+        monkeypatch.setattr("gym_ckpt_grpc.control.installing.read_part", read_part)
+        with pytest.raises(InstallFailed):
+            await p.restore([A])
+        assert (p.is_open(), await p.phase()) == (True, "IDLE")
+        assert kept.value(DONE, operation="restore", outcome="INSTALL_FAILED") == 1
+    kept.all_ended()

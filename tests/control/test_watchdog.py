@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gym_ckpt_grpc.control import ControlSettings, HookFailed
-from gym_ckpt_grpc.control.stacks import thread_stack
+from gym_ckpt_grpc.control.stacks import task_stack, thread_stack
 from gym_ckpt_grpc.protocol.errors import UsageError
 from gym_ckpt_grpc.protocol.ids import EpisodeId
 from gym_ckpt_grpc.telemetry import catalogue
@@ -205,6 +205,54 @@ async def test_it_costs_nothing_while_nothing_is_open(tmp_path: Path) -> None:
         await p.prepare("last")
         await p.plane.close()
         assert not ticking(p)
+
+
+async def test_what_ends_after_the_close_has_no_lag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody looked at the clock any more: a hook that outlived the close opened the doors late, and nothing stood."""
+    clock = Clock()
+    async with Participant(tmp_path, clock=clock) as p:
+        await p.prepare(ttl=600)
+        await p.plane.close()
+        clock.now += 100
+        p.plane._core.watchdog.ended()
+    assert warned(caplog, "stood still") == []
+
+
+class Odd:
+    """An awaitable of somebody else's making, which looks like a coroutine and is none."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return self._wait()
+
+    def _wait(self) -> Generator[None, None, None]:
+        yield from Strange()
+
+
+class Strange:
+    """What `Odd` waits for."""
+
+    def __iter__(self) -> Strange:
+        return self
+
+    def __next__(self) -> None:
+        return None
+
+    @property
+    def cr_frame(self) -> Any:
+        raise RuntimeError("not now")
+
+
+async def test_a_stack_ends_at_what_cannot_be_asked() -> None:
+    """And says what comes before: a hang announces itself, whatever it waits for."""
+
+    async def waiting() -> None:
+        await Odd()
+
+    task = asyncio.get_running_loop().create_task(waiting())
+    await asyncio.sleep(0)
+    lines = task_stack(task).splitlines()
+    task.cancel()
+    assert [line.rpartition(".")[2] for line in lines] == ["waiting", "_wait"]
 
 
 @pytest.mark.parametrize("name", ["slow_task_warn_seconds", "loop_lag_warn_seconds"])

@@ -87,6 +87,17 @@ class NoSequence(LocalFiles):
         super().publish(temporary, path)
 
 
+class UnsyncedSequence(LocalFiles):
+    """Cannot sync a name in the sequence, as long as it is told to."""
+
+    broken = False
+
+    def sync_dir(self, path: str) -> None:
+        if self.broken and path.endswith("sequence"):
+            raise StateUnwritable("the sync failed")
+        super().sync_dir(path)
+
+
 async def test_a_publication_that_fails_is_a_step_with_its_code(nodes: Nodes, kept: Kept) -> None:
     in_flight, files = nodes.add(*episodes(1)), NoSequence()
     options: dict[str, Any] = {"telemetry": kept.telemetry, "files": files}
@@ -102,6 +113,25 @@ async def test_a_publication_that_fails_is_a_step_with_its_code(nodes: Nodes, ke
     points = {labels["outcome"]: value for labels, value in kept.points(catalogue.STEP_DURATION)}
     assert points == {first: 1, "ok": 1}
     assert kept.value(catalogue.WORK_TOTAL, fate="protected") == 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_publication_that_the_exit_finds_protects_once(nodes: Nodes, kept: Kept, again: bool) -> None:
+    """It was named, and only its call did not hear so; be it the first one, or a repetition."""
+    in_flight, files = nodes.add(*episodes(2)), UnsyncedSequence()
+    options: dict[str, Any] = {"telemetry": kept.telemetry, "files": files}
+    async with nodes.coordinator(**options) as coordinator, coordinator.checkpoint() as checkpoint:
+        await checkpoint.prepare(ready_within=5)
+        await checkpoint.commit(in_flight)
+        if again:
+            await checkpoint.publish()
+        files.broken = True
+        with pytest.raises(PublishUnknown):
+            await checkpoint.publish()
+        files.broken = False
+    assert checkpoint.result is not None
+    assert checkpoint.result.sequence_number > 0
+    assert kept.value(catalogue.WORK_TOTAL, fate="protected") == 2
 
 
 @pytest.mark.behaviour("C310")

@@ -101,8 +101,11 @@ class MarkedRun:
                     gym.plan.token_file(name).write_text(self.marks.secret[name].value + "\n")
                 self.marks.private_keys(self.directory)
                 await self._first_life(gym)
-                await gym.crash()
-                await self._second_life(gym)
+                if self.mtls:  # what differs by then is how a caller is known: no second life for that
+                    await self._operator(gym)
+                else:
+                    await gym.crash()
+                    await self._second_life(gym)
                 await gym.leave()
                 await gym.servers.stop(grace=20)
 
@@ -269,20 +272,26 @@ class MarkedRun:
         env = {"GYM_CKPT_FLEET": str(gym.plan.fleet_file), **server_env(self.collector.endpoint), **self._access(gym)}
         session = ("--session", str(self.directory / "session"))
         root = ("--root", str(gym.plan.root))
-        for name, wanted, arguments in (
-            ("status", 0, ("status", "--json")),
-            ("prepare", 0, ("prepare", *session, *root)),
-            ("commit", 0, ("commit", *session, "--episodes", str(in_flight))),
-            ("publish", 0, ("publish", *session)),
-            ("resume", 0, ("resume", *session)),
-            ("timeline", 0, ("timeline", *root)),
-            ("verify", 0, ("verify", *root)),
+        for name, arguments in (
+            ("prepare", ("prepare", *session, *root)),
+            ("commit", ("commit", *session, "--episodes", str(in_flight))),
+            ("publish", ("publish", *session)),
+            ("resume", ("resume", *session)),
         ):
-            await self._command(name, wanted, arguments, env)
+            await self._command(name, 0, arguments, env)
+        looking = [
+            self._command("status", 0, ("status", "--json"), env),
+            self._command("timeline", 0, ("timeline", *root), env),
+            self._command("verify", 0, ("verify", *root), env),
+        ]
         if not self.mtls:
             strange = {**env, "GYM_CKPT_TOKEN_FILE": str(wrong)}
-            await self._command("prepare, a wrong token", None, ("prepare", *session, *root), strange)
-            await self._command("status, a wrong token", None, ("status",), strange)
+            other = ("--session", str(self.directory / "strange-session"))
+            looking += [
+                self._command("prepare, a wrong token", None, ("prepare", *other, *root), strange),
+                self._command("status, a wrong token", None, ("status",), strange),
+            ]
+        await asyncio.gather(*looking)
         wrong.unlink()
 
     def _access(self, gym: Rig) -> dict[str, str]:

@@ -39,3 +39,9 @@ def test_nothing_is_changed_where_no_port_is_asked_for(
     ports = MetricsPorts(tmp_path)
     assert ports.env("agent") == {}
     assert not ports.file.exists()
+
+
+def test_what_is_no_port_is_left_to_the_server_to_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digit that is no number stops no deployment."""
+    monkeypatch.setenv(VARIABLE, "prometheus:9464\u00b2")
+    assert MetricsPorts(tmp_path).env("a") == {VARIABLE: "prometheus:127.0.0.1:9464\u00b2"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gym_ckpt_grpc.integrations.nemo_gym import launch as launch_module
 from gym_ckpt_grpc.integrations.nemo_gym.classes import mixin_of
 from gym_ckpt_grpc.integrations.nemo_gym.launch import CONFIG_VARIABLE, INSTANCE_VARIABLE, Launch, launched
 from gym_ckpt_grpc.integrations.nemo_gym.main_block import served_class
@@ -204,6 +206,26 @@ def test_who_is_no_participant_is_served_as_it_is(tmp_path: Path, caplog: pytest
         caplog.clear()
     os.chdir(tmp_path)
     assert given(config, server_class="Other").server.__mro__[0].ray_enabled is True
+
+
+@pytest.mark.parametrize(("asked", "fits", "ours"), [("0", False, True), ("1", True, False), ("1", False, True)])
+def test_somebody_exports_where_exporting_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str, fits: bool, ours: bool
+) -> None:
+    """The framework's telemetry stays off without a word where nemo-lens lacks what it asks it for, as 0.1.0 does."""
+    semconv = pytest.importorskip("nemo.lens.semconv")
+    for name in ("NV_DL_RANK", "NV_DL_WORLD_SIZE"):
+        if fits:
+            monkeypatch.setattr(semconv, name, name, raising=False)
+        else:
+            monkeypatch.delattr(semconv, name, raising=False)
+    monkeypatch.setenv("NEMO_GYM_OTEL_ENABLED", asked)
+    monkeypatch.setenv("GYM_CKPT_TELEMETRY", "console")
+    exporting: list[str] = []
+    monkeypatch.setattr(launch_module, "exporting", lambda name: contextlib.nullcontext(exporting.append(name)))
+    Launch("mine", type("Served", (), {"run_webserver": lambda: None}), None).run()
+    assert exporting == (["mine"] if ours else [])
+    assert ("nemo-lens" in caplog.text) == (asked == "1" and not fits)
 
 
 # ---- what it refuses -------------------------------------------------------------------------------------

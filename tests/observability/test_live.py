@@ -199,7 +199,9 @@ async def the_dashboard(seen: Prometheus) -> None:
     empty = set()
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
-            expression = target["expr"].replace("$__rate_interval", "1m").replace("$job", ".*")
+            expression = target["expr"].replace("$job", ".*")
+            for window in ("$__rate_interval", "$window"):
+                expression = expression.replace(window, "1m")
             if not await seen.since_began(expression):
                 empty.add(panel["title"])
     assert empty == NO_SERIES.keys()

@@ -72,13 +72,25 @@ class Launch:
 @contextlib.contextmanager
 def _exporting(service: str) -> Iterator[None]:
     """What GYM_CKPT_TELEMETRY asks for, unless the framework exports: its own providers are used then."""
-    from nemo_gym.telemetry import is_telemetry_env_enabled
-
-    if not os.environ.get(VARIABLE) or is_telemetry_env_enabled():
+    if not os.environ.get(VARIABLE) or _framework_exports():
         yield
         return
     with unwinding_sigterm(), exporting(service):
         yield
+
+
+def _framework_exports() -> bool:
+    """Whether its telemetry is on, and finds in nemo-lens what it asks it for: else it stays off without a word."""
+    from nemo_gym.telemetry import is_telemetry_env_enabled
+
+    if not is_telemetry_env_enabled():
+        return False
+    with contextlib.suppress(ImportError):
+        from nemo.lens.semconv import NV_DL_RANK, NV_DL_WORLD_SIZE  # noqa: F401 - as its init_telemetry does
+
+        return True
+    log.warning("NeMo Gym's telemetry is on, and stays off: this nemo-lens lacks what it needs. %s exports", VARIABLE)
+    return False
 
 
 def launched(
