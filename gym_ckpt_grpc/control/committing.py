@@ -12,7 +12,7 @@ from gym_ckpt_grpc.control.error_details import unexpected
 from gym_ckpt_grpc.control.ports import StagingKeys
 from gym_ckpt_grpc.control.preparing import Preparing
 from gym_ckpt_grpc.control.steps import step, written
-from gym_ckpt_grpc.control.tasks import failure_of, succeeded
+from gym_ckpt_grpc.control.tasks import failure_of, hook_cancelled, succeeded
 from gym_ckpt_grpc.control.watchdog import TaskKind
 from gym_ckpt_grpc.control.work import Captured, CommitReply, Work
 from gym_ckpt_grpc.protocol.errors import ControlError, StaleCheckpoint
@@ -188,7 +188,8 @@ class Committing:
             return part, extra.staging_keys
 
         work.records_done = work.bytes_done = 0
-        return await written(core, work, write)
+        with hook_cancelled():  # a file layer may do so, as an author's hook may
+            return await written(core, work, write)
 
     async def _delete_outside(self, work: Work) -> int:
         """Free what was restored and is outside a list scope; gives how many deletions still run after the wait.

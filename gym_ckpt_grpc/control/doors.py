@@ -20,8 +20,14 @@ from gym_ckpt_grpc.protocol.phases import Phase
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
 
 
-async def open_admission(core: Core, work: Work, cause: OpeningCause, wanted: Callable[[], bool]) -> None:
-    """Call the owner's hook until it succeeds, with back-off, as long as `wanted`.
+async def open_admission(
+    core: Core,
+    work: Work,
+    cause: OpeningCause,
+    wanted: Callable[[], bool],
+    failed: Callable[[Exception], None] = lambda error: None,
+) -> None:
+    """Call the owner's hook until it succeeds, with back-off, as long as `wanted`. failed: told of each try that did.
 
     `work.retry_open` cuts a pause short: a controller's Resume gets in between two tries.
     """
@@ -35,6 +41,8 @@ async def open_admission(core: Core, work: Work, cause: OpeningCause, wanted: Ca
             return
         except Exception as error:
             log.error("opening admission failed, trying again: %s", error)
+            core.recorder.event("open_failed")
+            failed(error)
         await set_within(work.retry_open, backoff * random.uniform(0.8, 1.2))
         backoff = min(backoff * 2, LAST_BACKOFF)
 

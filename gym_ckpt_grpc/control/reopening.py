@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
 
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.doors import free_restored, open_admission, tell_fate
@@ -14,6 +16,7 @@ from gym_ckpt_grpc.control.watchdog import TaskKind
 from gym_ckpt_grpc.control.work import Work
 from gym_ckpt_grpc.protocol.machine import CommitArguments
 from gym_ckpt_grpc.protocol.phases import Phase
+from gym_ckpt_grpc.telemetry import Timed
 from gym_ckpt_grpc.telemetry import attributes as at
 
 PREEMPT_WAIT = 1.0
@@ -45,14 +48,41 @@ class Reopening:
         return work.reopening
 
     async def _expired(self, work: Work, *, was: Phase) -> None:
-        """An expiry counts once the doors are open again, however many tries that took."""
+        """An expiry counts once the doors are open again; each try to open them is an operation of its own.
+
+        The first one has in it what was ended before.
+        """
         core = self._core
-        with core.recorder.operation("lease_reopen", checkpoint_id=work.checkpoint_id) as timed:
-            await self._reopen(work, OpeningCause.LEASE_EXPIRED, was=was, keep=False)
-            timed.set(at.PHASE, core.machine.phase.name)
+
+        def begin() -> Timed:
+            return core.recorder.operation("lease_reopen", checkpoint_id=work.checkpoint_id).__enter__()
+
+        tried = begin()
+
+        def end(error: BaseException | None) -> None:
+            tried.set(at.PHASE, core.machine.phase.name)
+            tried.__exit__(type(error) if error else None, error, None)
+
+        def failed(error: Exception) -> None:
+            nonlocal tried
+            end(error)
+            tried = begin()
+
+        try:
+            await self._reopen(work, OpeningCause.LEASE_EXPIRED, was=was, keep=False, failed=failed)
+        finally:
+            end(sys.exception())
         core.recorder.event("lease_expired")
 
-    async def _reopen(self, work: Work, cause: OpeningCause, *, was: Phase, keep: bool) -> None:
+    async def _reopen(
+        self,
+        work: Work,
+        cause: OpeningCause,
+        *,
+        was: Phase,
+        keep: bool,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         core = self._core
         with core.watchdog.running(TaskKind.REOPEN, work.checkpoint_id):
             with preempting(core, work.closing, "prepare"):
@@ -66,7 +96,7 @@ class Reopening:
             if was is Phase.RESTORED and cause is OpeningCause.LEASE_EXPIRED:
                 # Nothing has started from what a dead controller installed: it goes, and leaves no refusal.
                 await free_restored(core, sorted(work.installed & core.owner.restored_pending()))
-            await open_admission(core, work, cause, lambda: True)
+            await open_admission(core, work, cause, lambda: True, failed)
             work.cut.close()
             core.end_open(fenced=True)
 

@@ -92,7 +92,8 @@ ATTRIBUTES: dict[str, Attribute] = {
         RESULT: "`published`, `restored`, `detached` (another process goes on), `aborted`, `not_ready` or `error`",
         SOURCE: "the checkpoint that is restored; spans only",
         ERROR_CODE: "name of the error code, as docs/errors.md lists them",
-        EVENT: "`lease_expired`, `prepare_not_ready`, `generation_cut`, `replayed`, `preempted`, `audit_lost`",
+        EVENT: "`lease_expired`, `prepare_not_ready`, `generation_cut`, `replayed`, `preempted`, `open_failed` (each "
+        "time), `audit_lost`",
         DISPOSITION: "what became of a call: `cut`, `finished`, `not_found`, `uncuttable`, `failed`",
         CAUSE: "why admission opened: `resumed`, `lease_expired`, `restored`, `aborted`, `close_failed`",
         WORK: "`rollouts`, `turns` or `tokens`",

@@ -47,7 +47,7 @@ def shown(kept: Kept) -> dict[str, float]:
     return found
 
 
-@pytest.mark.behaviour("C308")
+@pytest.mark.behaviour("C308", "C77")
 async def test_what_they_show(tmp_path: Path) -> None:
     """In IDLE, while blockers hold a checkpoint up, and after it, on the participant's clock."""
     kept, clock = Kept(), Clock()

@@ -170,7 +170,7 @@ async def test_resume_retire_prepare(tmp_path: Path) -> None:
         assert (await p.prepare("c2", within=0)).phase == pb.PHASE_PREPARED
 
 
-@pytest.mark.behaviour("C66", "C41")
+@pytest.mark.behaviour("C66", "C41", "C77")
 async def test_marks_are_shown_and_forgotten(tmp_path: Path) -> None:
     """Counted, with the oldest one's age; listed; Forget replies sorted ids, and erases no newer mark."""
     clock = Clock()

@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 NOT_PROVOKED = {
     "TaskTooOld": "needs a file system, or a hook, that hangs",
+    "OpeningFails": "needs a server whose hook of opening raises",
     "MostRolloutsRestarted": "needs a server whose records do not fit the checkpoint",
 }
 """Alert -> why it is tested with made series only (alerts_test.yaml)."""
