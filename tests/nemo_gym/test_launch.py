@@ -222,7 +222,12 @@ def test_somebody_exports_where_exporting_is_asked_for(
     monkeypatch.setenv("NEMO_GYM_OTEL_ENABLED", asked)
     monkeypatch.setenv("GYM_CKPT_TELEMETRY", "console")
     exporting: list[str] = []
-    monkeypatch.setattr(launch_module, "exporting", lambda name: contextlib.nullcontext(exporting.append(name)))
+
+    def export(name: str) -> contextlib.nullcontext[None]:
+        exporting.append(name)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(launch_module, "exporting", export)
     Launch("mine", type("Served", (), {"run_webserver": lambda: None}), None).run()
     assert exporting == (["mine"] if ours else [])
     assert ("nemo-lens" in caplog.text) == (asked == "1" and not fits)
