@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 LIMIT_OFF, LIMIT_ON = 1.0, 5.0
 """Percent of a cycle that telemetry may take: with spans off and no exporter, and with all of it exported."""
-ROLLOUTS = 16
+ROLLOUTS = 64
+"""As many as `make demo` has. A cycle takes longer with more of them; telemetry does not."""
 COORDINATOR = "coordinator"
 TIMES, SAMPLES = 20_000, 7
 OFF_SIDE, ON_SIDE = "nothing set up", "spans and metrics exported"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health_pb2
@@ -38,8 +40,7 @@ METHODS = frozenset(
 """Every method that a server of ours may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallRecord:
+class CallRecord(NamedTuple):
     """One ended call. side: `server` or `client`. method: full name. status: gRPC status name, such as `OK`.
 
     seconds: from the first byte to the last, as this side saw it.
@@ -72,6 +73,11 @@ def ending(side: str, status: str) -> dict[str, str]:
     return {at.RPC_STATUS: status} | ({at.ERROR_TYPE: status} if failed else {})
 
 
+@lru_cache(maxsize=1024)  # a method and a status come again and again
+def _labels(side: str, method: str, status: str) -> Mapping[str, str]:
+    return MappingProxyType(beginning(method) | ending(side, status))
+
+
 class MetricsObserver:
     """Records calls with OpenTelemetry metrics, by the stable RPC conventions. Free where no SDK is installed."""
 
@@ -79,8 +85,8 @@ class MetricsObserver:
         self._telemetry = telemetry or default_telemetry()
 
     def call_ended(self, record: CallRecord) -> None:
-        attributes = beginning(record.method) | ending(record.side, record.status)
-        self._telemetry.add(catalogue.RPC_DURATION[record.side], record.seconds, attributes)
+        labels = _labels(record.side, record.method, record.status)
+        self._telemetry.add(catalogue.RPC_DURATION[record.side], record.seconds, labels)
 
     def control_error(self, method: str, code: ErrorCode) -> None:
         name = method.lstrip("/")

@@ -78,8 +78,10 @@ class Telemetry:
 
     def add(self, instrument: Instrument, amount: float, attributes: Mapping[str, Value]) -> None:
         """Count, or record in a histogram."""
-        with contextlib.suppress(Exception):
+        try:
             self._made[instrument.name](amount, attributes)
+        except Exception:  # telemetry never fails what it measures
+            return
 
     def watch(self, source: GaugeSource) -> None:
         """Ask this participant for its gauges from now on, for as long as it lives."""
