@@ -7,6 +7,7 @@ section 8.1.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from gym_ckpt_grpc.control.generation import CallIdentity, CutAck, CutDisposition, CutEvidence, SweepHeader
@@ -26,7 +27,8 @@ class CutBook:
 
     undelivered: gives the calls that a checkpoint counts as not made. changed: told when readiness may have changed.
     backends: names of those that can be asked; without any the book stays shut. tries: failed cuts of a call after
-    which it is not asked again, 1 and up. stands: told of what each call came to in a closing, once.
+    which it is not asked again, 1 and up. stands: told how many calls came to a disposition, each call once in a
+    closing.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class CutBook:
         clock: Clock,
         backends: Collection[str] = (),
         tries: int = 2,
-        stands: Callable[[CutDisposition], None] = lambda disposition: None,
+        stands: Callable[[CutDisposition, int], None] = lambda disposition, calls: None,
     ) -> None:
         self.on_askable: Callable[[str], None] = lambda backend: None
         """Called with a backend's name when one more call can be asked about there."""
@@ -98,10 +100,11 @@ class CutBook:
 
     def _tell(self, tickets: Iterable[Ticket]) -> None:
         """Tell what calls came to: each once in a closing, however often it was asked about."""
-        for ticket in tickets:
-            if ticket.disposition is not CutDisposition.UNSPECIFIED and ticket.id not in self._told:
-                self._told.add(ticket.id)
-                self._stands(ticket.disposition)
+        known = (ticket for ticket in tickets if ticket.disposition is not CutDisposition.UNSPECIFIED)
+        news = {ticket.id: ticket.disposition for ticket in known if ticket.id not in self._told}
+        self._told.update(news)
+        for disposition, calls in Counter(news.values()).items():
+            self._stands(disposition, calls)
 
     def counts(self) -> tuple[int, int]:
         """Undelivered calls with a durable cut, and those with a restart reason."""

@@ -97,9 +97,9 @@ class PolicyGate:
     def refused(self, error: ControlError) -> None:
         self._admission.refused(error)
 
-    def _cut_stands(self, disposition: CutDisposition) -> None:
+    def _cut_stands(self, disposition: CutDisposition, calls: int) -> None:
         if self._admission.attached:
-            self._admission.port.recorder.event("generation_cut", disposition=disposition.name.lower())
+            self._admission.port.recorder.event("generation_cut", times=calls, disposition=disposition.name.lower())
 
     def _attempt(self, request: GateRequest, episode: EpisodeId) -> Ticket | Literal[Held.HELD]:
         self._admission.check_mark(episode)

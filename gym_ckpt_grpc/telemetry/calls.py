@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from grpc_channelz.v1 import channelz_pb2
@@ -75,7 +74,7 @@ def ending(side: str, status: str) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)  # a method and a status come again and again
 def _labels(side: str, method: str, status: str) -> Mapping[str, str]:
-    return MappingProxyType(beginning(method) | ending(side, status))
+    return beginning(method) | ending(side, status)
 
 
 class MetricsObserver:

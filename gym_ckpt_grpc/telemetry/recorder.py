@@ -80,10 +80,10 @@ class Recorder:
         """Count, or record in a histogram, with this participant's kind."""
         self.telemetry.add(instrument, amount, {at.PARTICIPANT_KIND: self.kind, **(labels or {})})
 
-    def event(self, name: str, **more: str) -> None:
-        """One happening. more: `operation` or `disposition`."""
+    def event(self, name: str, *, times: int = 1, **more: str) -> None:
+        """One happening, or so many of one kind. more: `operation` or `disposition`."""
         labels = {at.EVENT: name, **{at.PREFIX + word: value for word, value in more.items()}}
-        self.count(catalogue.EVENTS_TOTAL, labels=labels)
+        self.count(catalogue.EVENTS_TOTAL, times, labels=labels)
 
     def volume(self, operation: str, *, records: int, size: int) -> None:
         """Records and bytes that were written (`commit`) or installed (`restore`). The caller sees to the once."""
