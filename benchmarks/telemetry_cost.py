@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tests.e2e.rig import Rig
 
 LIMIT_OFF, LIMIT_ON = 1.0, 5.0
-"""Percent of a cycle that telemetry may take: with spans off and no exporter, and with all of it exported."""
+"""Percent of a cycle that telemetry may take: of all processes with spans off and no exporter, and of each one with
+all of it exported."""
 ROLLOUTS = 64
 """As many as `make demo` has. A cycle takes longer with more of them; telemetry does not."""
 COORDINATOR = "coordinator"
@@ -42,7 +43,8 @@ _SITES = (
 )
 _COST = (
     "Each process's sites in one cycle, counted, times what a site takes in the tight loop above, over the time of a "
-    "cycle with nothing set up. All processes are added up, as if they had one core between them."
+    "cycle with nothing set up. With spans off all processes are added up, as if they had one core between them; with "
+    "spans on the gate is about the costliest process, since servers have hosts of their own, and the sum stands here."
 )
 _CYCLE = (
     "A cycle is one checkpoint, released before it is written: from the entering of its block to its end, published. "
@@ -187,17 +189,18 @@ def cost_group(sites: Mapping[tuple[str, str], Row], cycles: Cycles) -> Group:
             "share on %": 100 * cost[EXPORTED] / whole,
         }
         rows.append(Row(name=process, unit="us", samples=(cost[OFF] / 1000,), facts=facts))
+    costliest = max(float(row.facts["share on %"]) for row in rows)
     gates = tuple(
-        Gate(name=f"telemetry of a cycle, {name}", value=100 * sums[mode] / whole, limit=limit, unit="%", at_most=True)
-        for name, mode, limit in (
-            ("nothing set up", OFF, LIMIT_OFF),
-            ("spans and metrics exported", EXPORTED, LIMIT_ON),
+        Gate(name=f"telemetry of a cycle, {name}", value=share, limit=limit, unit="%", at_most=True)
+        for name, share, limit in (
+            ("nothing set up, all processes", 100 * sums[OFF] / whole, LIMIT_OFF),
+            ("spans and metrics exported, the costliest process", costliest, LIMIT_ON),
         )
     )
     notes = (
         f"spans off, metrics read: {100 * sums[READER] / whole:.2f} %; not gated",
         f"exporting them after the cycle: {100 * sums[LATER] / whole:.2f} %; not gated",
-        f"the costliest process alone, exported: {max(float(row.facts['share on %']) for row in rows):.2f} %",
+        f"spans and metrics exported, all processes: {100 * sums[EXPORTED] / whole:.2f} %; not gated",
         _COST,
     )
     title = "Telemetry's share of a cycle, by process"

@@ -89,8 +89,7 @@ class ActiveSpan:
         if span is None:
             return
         with contextlib.suppress(Exception):
-            for name, value in attributes.items():
-                span.set_attribute(name, value)
+            span.set_attributes(attributes)
             if error:
                 span.set_status(Status(StatusCode.ERROR, error))
         self._ender.end(span)
