@@ -67,14 +67,15 @@ def sites(nanoseconds: float) -> dict[tuple[str, str], Row]:
 
 
 def test_the_cost_is_sites_times_their_counts_over_a_cycle() -> None:
-    """Over all processes together. 10 visits of 10 us in a cycle of 100 ms are 0.1 %."""
+    """Of all processes with spans off, of the costliest with spans on. 10 visits of 10 us in 100 ms are 0.1 %."""
     cycles = Cycles(seconds={OFF_SIDE: [0.1, 0.1, 0.2], ON_SIDE: [0.3]}, pauses={OFF_SIDE: [1.0], ON_SIDE: [1.0]})
-    cycles.counts = {"coordinator": {SPAN: 3, MADE: 2}, "agent": {SERVED: 2, HISTOGRAM: 1, COUNTER: 2}}
+    cycles.counts = {"coordinator": {SPAN: 3, MADE: 4}, "agent": {SERVED: 1, HISTOGRAM: 1, COUNTER: 1}}
     group = cost_group(sites(10_000), cycles)
-    assert [round(row.median, 6) for row in group.rows] == [50, 50]
-    assert [round(gate.value, 6) for gate in group.gates] == [0.1, 0.1]
+    assert [round(row.median, 6) for row in group.rows] == [70, 30]
+    assert [round(gate.value, 6) for gate in group.gates] == [0.1, 0.07]
     assert [gate.limit for gate in group.gates] == [1.0, 5.0]
     assert [gate.held for gate in cost_group(sites(99_000), cycles).gates] == [True, True]
     assert [gate.held for gate in cost_group(sites(101_000), cycles).gates] == [False, True]
-    assert [gate.held for gate in cost_group(sites(501_000), cycles).gates] == [False, False]
+    assert [gate.held for gate in cost_group(sites(714_000), cycles).gates] == [False, True]
+    assert [gate.held for gate in cost_group(sites(715_000), cycles).gates] == [False, False]
     assert "3.000" in cycles_group(cycles).notes[0]
