@@ -301,7 +301,7 @@ def test_what_callers_send_stays_on_its_line(tmp_path: Path) -> None:
     assert [len(line["checkpoint_id"]) for line in told] == [3, 256, 8]
 
 
-def test_several_processes_share_a_file(tmp_path: Path) -> None:
+def test_several_logs_share_a_file(tmp_path: Path) -> None:
     """Each appends whole lines."""
     path = tmp_path / "audit"
     logs = [opened(path) for _ in range(4)]
