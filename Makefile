@@ -97,7 +97,7 @@ test-python: setup .venv-oldest/.installed ## Run the unit tests under the other
 		if [ -z "$$(tools/find-python $$version)" ]; then echo "Python $$version: not found, left out"; continue; fi; \
 		echo "Python $$version:"; \
 		$(MAKE) --no-print-directory .venv-$$version/.ready; \
-		.venv-$$version/bin/python -m pytest -q $(UNIT) $(ARGS); \
+		.venv-$$version/bin/python -m pytest -q -o cache_dir=.venv-$$version/.pytest_cache $(UNIT) $(ARGS); \
 	done
 
 # torch comes from where pip finds it; TORCH="--index-url <where the CPU wheels are> torch" saves some gigabytes.

@@ -75,6 +75,10 @@ class Authority:
             .not_valid_before(now + timedelta(seconds=begins))
             .not_valid_after(now + timedelta(seconds=seconds))
             .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+            # Python 3.13 and other strict clients want the next ones.
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)  # type: ignore[arg-type]
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+            .add_extension(_usage(authority=authority), critical=True)
         )
         if sans:
             builder = builder.add_extension(x509.SubjectAlternativeName([_name(san) for san in sans]), critical=False)
@@ -98,6 +102,22 @@ def replace_file(path: Path, content: bytes) -> None:
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
     os.replace(new, path)
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _name(san: str) -> x509.GeneralName:
