@@ -14,10 +14,10 @@ from gym_ckpt_grpc.control.budget import Clock
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.error_details import log
 from gym_ckpt_grpc.control.ports import Precopied
-from gym_ckpt_grpc.control.steps import without_parent
 from gym_ckpt_grpc.control.tasks import hook_cancelled
 from gym_ckpt_grpc.protocol.phases import Phase
 from gym_ckpt_grpc.storage import Payload
+from gym_ckpt_grpc.telemetry.propagation import leave_trace
 
 QUIET_INTERVAL = 2.0
 """Seconds between two looks at a server in which nothing changes."""
@@ -119,8 +119,7 @@ class Precopying:
         if self._off or core.closing or self._task is not None or core.machine.phase is not Phase.IDLE:
             return
         self._pace = self._make_pace(self._core)
-        with without_parent():
-            self._task = self._core.tasks.own(self._passes(self._pace), "precopy")
+        self._task = self._core.tasks.own(self._passes(self._pace), "precopy")
         self._task.add_done_callback(self._ended)
 
     def stop(self) -> None:
@@ -135,6 +134,7 @@ class Precopying:
             self.start()  # it may have outlived a whole checkpoint in a hook that would not end
 
     async def _passes(self, pace: SharedPace) -> None:
+        leave_trace()  # the call that ended a checkpoint, and so began this, has nothing to do with it
         interval = self._core.settings.precopy_interval
         pause = interval
         while True:

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from opentelemetry.context import get_current
-
 from gym_ckpt_grpc.control.core import Core
 from gym_ckpt_grpc.control.ports import OpeningCause
 from gym_ckpt_grpc.control.tasks import succeeded
@@ -24,7 +22,6 @@ from gym_ckpt_grpc.storage import PartManifestInfo, WriteStopped
 from gym_ckpt_grpc.telemetry import Timed, catalogue, outcome_of
 from gym_ckpt_grpc.telemetry import attributes as at
 from gym_ckpt_grpc.telemetry.catalogue import SpanType
-from gym_ckpt_grpc.telemetry.propagation import attach, detach, without_span
 from gym_ckpt_grpc.telemetry.spans import CANCELLED, OK
 
 T = TypeVar("T")
@@ -85,16 +82,6 @@ async def written(
         if not background.thread:  # no thread had taken it up, and none will
             ended(_outcome(work, error))
         raise
-
-
-@contextlib.contextmanager
-def without_parent() -> Iterator[None]:
-    """Around the beginning of a task that has nothing to do with the call that led to it, and outlives its trace."""
-    attached = attach(without_span(get_current()))
-    try:
-        yield
-    finally:
-        detach(attached)
 
 
 def opened(core: Core, work: Work, cause: OpeningCause) -> None:

@@ -49,11 +49,6 @@ __all__ = ["unsynced"]
 pytestmark = pytest.mark.usefixtures("unsynced")
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(make_root(tmp_path_factory.mktemp("pristine") / "root").path)
-
-
 @pytest.fixture
 def root(pristine: Path, tmp_path: Path) -> Path:
     shutil.copytree(pristine, tmp_path / "root")

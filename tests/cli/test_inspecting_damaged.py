@@ -28,7 +28,6 @@ from tests.storage.damaged import (
     flip,
     flip_payload,
     make_checkpoint,
-    make_root,
     only,
     tree,
     unsynced,
@@ -180,11 +179,6 @@ COMMANDS: dict[str, list[str]] = {
     "diff": ["diff", "one", "two", "--rollouts"],
     "diff itself": ["diff", "two", "two"],
 }
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(make_root(tmp_path_factory.mktemp("pristine") / "root").path)
 
 
 @pytest.fixture(params=DAMAGES)

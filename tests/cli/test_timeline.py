@@ -15,15 +15,10 @@ from gym_ckpt_grpc.cli.app import app
 from gym_ckpt_grpc.cli.timeline import WIDTH, bar
 from gym_ckpt_grpc.storage import CheckpointRoot
 from gym_ckpt_grpc.storage.event_log import EventLog, LoggedStep, write_event_log
-from tests.storage.damaged import EVIL, make_root, unsynced
+from tests.storage.damaged import EVIL, unsynced
 
 __all__ = ["unsynced"]
 pytestmark = pytest.mark.usefixtures("unsynced")
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(make_root(tmp_path_factory.mktemp("pristine") / "root").path)
 
 
 @pytest.fixture
